@@ -1,0 +1,1 @@
+"""The private contract between frontends, scheduler and workers: messages, codec, channels."""

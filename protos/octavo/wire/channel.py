@@ -1,0 +1,280 @@
+"""The sockets: a ROUTER at the scheduler, a DEALER at each frontend and worker.
+
+Both are non-blocking and owned by one thread. A send that cannot be queued at once ends the session (SessionLost): the
+queues are bounded by SEND_QUEUE_MESSAGES, and nothing is dropped silently. Liveness is `Heartbeat` messages of our own;
+a closed connection shows at once, at the ROUTER as an unroutable peer, at the DEALER through the socket's monitor.
+"""
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from octavo.wire.codec import (
+    MAX_MESSAGE_BYTES,
+    Envelope,
+    FromPeer,
+    FromScheduler,
+    decode_from_peer,
+    decode_from_scheduler,
+    encode,
+)
+from octavo.wire.errors import AddressInUse, MalformedMessage, ProtocolMismatch, SessionLost, WireError
+from octavo.wire.handshake import Refuse
+from octavo.wire.ids import BootId
+
+HEARTBEAT_INTERVAL_S = 1.0
+"""How often the scheduler sends a Heartbeat to each peer, and a peer without a session its Hello."""
+
+HEARTBEAT_TIMEOUT_S = 10.0
+"""Silence after which the other side counts as lost (a worker that computes is given its step timeout instead)."""
+
+SEND_QUEUE_MESSAGES = 1000
+"""High-water mark of every socket and direction."""
+
+MAX_IPC_PATH_BYTES = 107
+"""Of a Unix socket's path (sun_path of Linux, less its final zero)."""
+
+_IDENTITY_BYTES = 64
+
+
+class RouterChannel:
+    """The scheduler's end. Peers are named by the identity that their socket announces.
+
+    Raises (on construction):
+        AddressInUse: another live process holds the address, or its lock file belongs to another user.
+        WireError: the address is malformed, or a plain tcp address beyond loopback.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
+        check_address(address)
+        self.num_malformed = 0
+        self._lock: int | None = _lock_ipc_path(address)
+        self._socket = context.socket(zmq.ROUTER)
+        _set_common_options(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise AddressInUse(f"cannot listen on {address}: {error}") from error
+        if (path := ipc_path(address)) is not None:
+            path.chmod(0o600)
+
+    @property
+    def socket(self) -> "zmq.Socket[bytes]":
+        """The socket, for a poller; nobody else reads or writes it."""
+        return self._socket
+
+    def receive(self, limit: int) -> Iterator[tuple[bytes, Envelope, FromPeer]]:
+        """Yield up to `limit` waiting messages with the identity of their sender; drop and count malformed ones.
+
+        A peer of another protocol version yields nothing here, but gets a Refuse that names both versions.
+        """
+        for _ in range(limit):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 2 or not 0 < len(frames[0]) <= _IDENTITY_BYTES:
+                self.num_malformed += 1
+                continue
+            try:
+                envelope, message = decode_from_peer(frames[1])
+            except ProtocolMismatch as error:
+                self.num_malformed += 1
+                self._refuse(frames[0], str(error))
+            except MalformedMessage:
+                self.num_malformed += 1
+            else:
+                yield frames[0], envelope, message
+
+    def send(self, peer: bytes, message: FromScheduler, session: int = 0, number: int = 0) -> int:
+        """Queue a message for a peer; return its size in bytes.
+
+        Raises:
+            SessionLost: the peer is gone, its queue is full, or the message is larger than a frame may be.
+        """
+        frame = encode(message, session, number)
+        if len(frame) > MAX_MESSAGE_BYTES:
+            raise SessionLost(f"message of {len(frame)} bytes, limit {MAX_MESSAGE_BYTES}")
+        try:
+            self._socket.send_multipart((peer, frame), zmq.NOBLOCK, copy=True)
+        except zmq.Again as error:
+            raise SessionLost("the peer does not keep up: its queue is full") from error
+        except zmq.ZMQError as error:
+            raise SessionLost(f"the peer is gone: {error}") from error
+        return len(frame)
+
+    def close(self) -> None:
+        """Close the socket and release the lock."""
+        self._socket.close(linger=0)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _refuse(self, peer: bytes, reason: str) -> None:
+        try:
+            self.send(peer, Refuse(reason))
+        except SessionLost:
+            self.num_malformed += 1
+
+
+class DealerChannel:
+    """A peer's end. After SessionLost the owner calls `reopen` and says Hello again; what was queued is gone.
+
+    Raises (on construction):
+        WireError: the address is malformed, or a plain tcp address beyond loopback.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, boot_id: BootId) -> None:
+        check_address(address)
+        self.num_malformed = 0
+        self._context = context
+        self._address = address
+        self._boot_id = boot_id
+        self._connections = 0
+        self._open()
+
+    @property
+    def socket(self) -> "zmq.Socket[bytes]":
+        """The socket, for a poller; a new one after `reopen`."""
+        return self._socket
+
+    @property
+    def monitor(self) -> "zmq.Socket[bytes]":
+        """The monitor socket, readable when the connection's state changes; a new one after `reopen`."""
+        return self._monitor
+
+    def receive(self, limit: int) -> Iterator[tuple[Envelope, FromScheduler]]:
+        """Yield up to `limit` waiting messages.
+
+        Raises:
+            SessionLost: the connection was closed, or a message is malformed.
+            ProtocolMismatch: the scheduler speaks another protocol version.
+        """
+        for _ in range(limit):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                if len(frames) != 1:
+                    raise MalformedMessage(f"message of {len(frames)} frames, expected 1")
+                yield decode_from_scheduler(frames[0])
+            except MalformedMessage as error:
+                self.num_malformed += 1
+                raise SessionLost(f"malformed message: {error}") from error
+        self._check_connection()
+
+    def send(self, message: FromPeer, session: int = 0, number: int = 0) -> None:
+        """Queue a message.
+
+        Raises:
+            SessionLost: not connected, the queue is full, or the message is larger than a frame may be.
+        """
+        frame = encode(message, session, number)
+        if len(frame) > MAX_MESSAGE_BYTES:
+            raise SessionLost(f"message of {len(frame)} bytes, limit {MAX_MESSAGE_BYTES}")
+        try:
+            self._socket.send(frame, zmq.NOBLOCK, copy=True)
+        except zmq.Again as error:
+            raise SessionLost("the scheduler cannot be reached or does not keep up") from error
+
+    def reopen(self) -> None:
+        """Drop the socket with all that it holds and connect anew, under a fresh identity."""
+        self.close()
+        self._open()
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the sockets; wait in the background at most `linger_ms` for what is queued."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=linger_ms)
+
+    def _open(self) -> None:
+        self._connections += 1
+        self._socket = self._context.socket(zmq.DEALER)
+        _set_common_options(self._socket)
+        # A fresh identity: a ROUTER that still holds the old connection would otherwise confuse the two.
+        self._socket.setsockopt(zmq.IDENTITY, f"{self._boot_id}.{self._connections}".encode())
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(self._address)
+
+    def _check_connection(self) -> None:
+        lost = False
+        while self._monitor.poll(0):
+            event: dict[str, Any] = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))  # type: ignore[assignment]
+            lost = lost or event["event"] == zmq.EVENT_DISCONNECTED
+        if lost:
+            raise SessionLost("the scheduler closed the connection")
+
+
+def check_address(address: str) -> None:
+    """Check an address that this process binds or connects to.
+
+    Raises:
+        WireError: it is neither ipc:// with a short enough path nor tcp:// on loopback.
+    """
+    if (path := ipc_path(address)) is not None:
+        size = len(os.fsencode(path))
+        if not path.is_absolute() or size > MAX_IPC_PATH_BYTES:
+            raise WireError(
+                f"ipc path {str(path)!r} has {size} bytes: it must be absolute and have at most {MAX_IPC_PATH_BYTES}"
+            )
+    elif address.startswith("tcp://"):
+        host = address.removeprefix("tcp://").rpartition(":")[0]
+        if host not in ("127.0.0.1", "[::1]", "localhost"):
+            raise WireError(f"{address}: tcp beyond loopback needs CURVE keys, which this version does not support")
+    else:
+        raise WireError(f"{address!r} is no address: expected ipc:///folder/name or tcp://127.0.0.1:port")
+
+
+def ipc_path(address: str) -> Path | None:
+    """Return the path of an ipc address, None for any other."""
+    return Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
+
+
+def _set_common_options(socket: "zmq.Socket[bytes]") -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, SEND_QUEUE_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+
+
+def _lock_ipc_path(address: str) -> int | None:
+    """Hold `<path>.lock`: a second bind on one ipc path silently succeeds and would steal the peers.
+
+    A socket file without a held lock is what a crash left, and is replaced by the bind.
+    """
+    path = ipc_path(address)
+    if path is None:
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock_path = path.with_name(path.name + ".lock")
+    try:
+        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise AddressInUse(f"cannot open the lock file {lock_path}: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+            raise AddressInUse(f"{path} exists and is no socket")
+        if path.exists() and path.stat().st_uid != os.geteuid():
+            raise AddressInUse(f"{path} belongs to another user (uid {path.stat().st_uid})")
+    except BlockingIOError as error:
+        os.close(lock)
+        raise AddressInUse(f"another process listens on {path} (it holds {lock_path})") from error
+    except AddressInUse:
+        os.close(lock)
+        raise
+    return lock

@@ -1,0 +1,134 @@
+"""Scheduler to worker and back: the plan of one step, as a delta against the worker's rows, and its result.
+
+A worker applies the parts of a plan in this order: `freed_rows`, `new_rows`, forks, appended blocks, block copies; then
+it runs the forward pass over the rows of the step and samples. So a row or block that one plan frees can be taken again
+by the same plan. Plans are numbered from 1 within an epoch and executed in order.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from octavo.wire.columns import same_length, unpack_ints
+from octavo.wire.errors import MalformedMessage
+
+FLAG_SAMPLE = 1
+"""The row samples a token in this step: its planned tokens reach the end of what is known of it."""
+
+FAULT_NONFINITE_LOGITS = 1
+"""The row's logits held a NaN or an infinity: no token was drawn."""
+
+NonNegative = Annotated[int, Meta(ge=0)]
+Int31 = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class RowSampling(msgspec.Struct, frozen=True, array_like=True):
+    """How a row draws its tokens; every default is "off". Ranges were checked at the edge."""
+
+    seed: NonNegative  # uint64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: Int31 = 0  # 0: all
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: Int31 = 0  # before this many output tokens, stop_token_ids are masked
+    stop_token_ids: bytes = b""  # int32: end of sequence and stop ids, what min_tokens holds back
+    logit_bias_ids: bytes = b""  # int32
+    logit_bias_values: bytes = b""  # float32
+    allowed_token_ids: bytes = b""  # int32; empty: all
+    logprobs: Annotated[int, Meta(ge=-1, le=1024)] = -1  # -1: none; k: the drawn id and the k most likely
+
+    def __post_init__(self) -> None:
+        """Check the columns.
+
+        Raises:
+            MalformedMessage: a column has the wrong length.
+        """
+        same_length("logit_bias", self.logit_bias_ids, self.logit_bias_values)
+        same_length("stop_token_ids", self.stop_token_ids)
+        same_length("allowed_token_ids", self.allowed_token_ids)
+
+
+class NewRow(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence that takes a row, at its first or any later admission.
+
+    Penalties, min_tokens and whatever else depends on the past are rebuilt from `token_ids`.
+    """
+
+    row: Int31
+    request: str  # names the request in logs and to a scheduler that comes back
+    choice: Int31  # index among the n choices; keys the noise
+    num_prompt_tokens: Int31
+    num_computed_tokens: Int31  # tokens whose keys and values the row's first blocks already hold
+    token_ids: bytes  # int32: prompt, then output so far
+    sampling: RowSampling
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
+    """One step for a worker. Columns are int32 (columns.py)."""
+
+    epoch: NonNegative
+    step: NonNegative
+    row: bytes  # [R] rows of this step
+    num_tokens: bytes  # [R] tokens to compute for each, from where its computed tokens end
+    flags: bytes  # [R] FLAG_*
+    new_rows: tuple[NewRow, ...] = ()
+    fork_src: bytes = b""  # [F] rows whose state (ids, counts, table, last logits) ...
+    fork_dst: bytes = b""  # [F] ... these new rows start from
+    append_row: bytes = b""  # [A] rows whose tables grow ...
+    append_block: bytes = b""  # [A] ... by these blocks, in order
+    copy_src: bytes = b""  # [C] blocks to copy ...
+    copy_dst: bytes = b""  # [C] ... to these, before anything is computed
+    freed_rows: bytes = b""  # [E] rows that end
+
+    def __post_init__(self) -> None:
+        """Check the columns against each other.
+
+        Raises:
+            MalformedMessage: lengths differ, a count is negative, or a row comes twice.
+        """
+        same_length("rows", self.row, self.num_tokens, self.flags)
+        same_length("forks", self.fork_src, self.fork_dst)
+        same_length("appended blocks", self.append_row, self.append_block)
+        same_length("copies", self.copy_src, self.copy_dst)
+        same_length("freed rows", self.freed_rows)
+        rows = unpack_ints(self.row)
+        if len(set(rows)) != len(rows):
+            raise MalformedMessage("a row comes twice in one plan")
+        if any(n < 1 for n in unpack_ints(self.num_tokens)):
+            raise MalformedMessage("a row of a plan computes less than one token")
+
+
+class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of one drawn token under the raw logits; the i-th of `top_ids` has rank i + 1."""
+
+    row: Int31
+    logprob: float
+    rank: NonNegative  # from 1
+    top_ids: bytes = b""  # int32 [k]
+    top_logprobs: bytes = b""  # float32 [k]
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
+    """What a step drew. A row is either among `row` with its token or among `fault_row` with its fault."""
+
+    epoch: NonNegative
+    step: NonNegative
+    row: bytes  # int32 [S]: sampling rows, in the order of the plan
+    token: bytes  # int32 [S]
+    fault_row: bytes = b""  # int32 [E]
+    fault: bytes = b""  # int32 [E] FAULT_*
+    logprobs: tuple[RowLogprobs, ...] = ()  # rows that asked for them
+    compute_us: NonNegative = 0  # time that the step took in the worker
+
+    def __post_init__(self) -> None:
+        """Check the columns against each other.
+
+        Raises:
+            MalformedMessage: lengths differ.
+        """
+        same_length("tokens", self.row, self.token)
+        same_length("faults", self.fault_row, self.fault)

@@ -1,0 +1,175 @@
+"""Frontend to scheduler and back: requests, their tokens and their ends.
+
+Everything here is integers: text stays in the frontend, blocks in the scheduler. A frontend names a request by its
+`handle`; session and numbering are in the channel's header, so ids of an older session never reach a stream.
+"""
+
+from enum import IntEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from octavo.wire.columns import same_length
+from octavo.wire.errors import MalformedMessage
+from octavo.wire.plan import Int31, NonNegative, RowSampling
+
+
+class FinishReason(IntEnum):
+    """Why a sequence ended."""
+
+    STOP = 1
+    """A stop id (end of sequence among them) was drawn, or the frontend found a stop string."""
+    LENGTH = 2
+    """max_tokens or the end of the context."""
+
+
+class FailureCode(IntEnum):
+    """What a caller can do about a failed request; the frontend maps it to a status."""
+
+    INVALID = 1
+    """The request can never run here (lengths, ids): change it."""
+    QUEUE_FULL = 2
+    """The waiting queue is full: come back later."""
+    UNAVAILABLE = 3
+    """No worker, or draining: come back later."""
+    DEADLINE = 4
+    """The caller's deadline has passed."""
+    INTERNAL = 5
+    """This request failed inside (non-finite logits)."""
+
+
+class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
+    """A request, new or replayed from a journal."""
+
+    handle: Int31
+    prompt_ids: bytes  # int32, at least one
+    num_choices: Annotated[int, Meta(ge=1, le=1024)]
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)]  # of each choice, resolved by the frontend
+    sampling: RowSampling  # logprobs and min_tokens included; the same for every choice
+    stop_token_ids: bytes = b""  # int32: ids that end a choice, end of sequence included unless ignored
+    output_ids: tuple[bytes, ...] = ()  # replay: int32 ids that each choice has already received; else empty
+    finished_choices: bytes = b""  # replay: int32 choices that have ended already
+    deadline_s: float | None = None  # time that is left
+    caller: str = ""  # whom the request counts against
+    trace: str = ""  # traceparent, for logs
+
+    def __post_init__(self) -> None:
+        """Check what one field says against another.
+
+        Raises:
+            MalformedMessage: no prompt, or a replay that does not name every choice.
+        """
+        if same_length("prompt", self.prompt_ids) == 0:
+            raise MalformedMessage("a request without prompt ids")
+        if self.output_ids and len(self.output_ids) != self.num_choices:
+            raise MalformedMessage(f"{len(self.output_ids)} outputs for {self.num_choices} choices")
+        same_length("stop_token_ids", self.stop_token_ids)
+        same_length("finished_choices", self.finished_choices)
+        for ids in self.output_ids:
+            same_length("output", ids)
+
+
+class CancelRequest(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """The caller is gone: nothing more of this request is wanted, no answer follows."""
+
+    handle: Int31
+
+
+class FinishChoice(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
+    """The frontend ended a choice itself (stop string) at its `num_tokens`-th token; no answer follows."""
+
+    handle: Int31
+    choice: Int31
+    num_tokens: Int31
+
+
+class StatusRequest(msgspec.Struct, frozen=True, array_like=True, tag="status?"):
+    """Ask for a StatusReport."""
+
+    tag_id: Int31  # comes back in the report
+
+
+class ProcessInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One process of the service, as the scheduler knows it."""
+
+    role: str
+    pid: NonNegative
+    boot_id: str
+    epoch: NonNegative
+    state: str  # connecting, loading, ready, draining or lost
+
+
+class StatusReport(msgspec.Struct, frozen=True, array_like=True, tag="status"):
+    """What the scheduler holds at one moment."""
+
+    tag_id: Int31
+    processes: tuple[ProcessInfo, ...]
+    running: NonNegative
+    waiting: NonNegative
+    total_blocks: NonNegative
+    free_blocks: NonNegative
+    block_size: NonNegative
+    steps: NonNegative
+    preemptions: NonNegative
+
+
+class ChoiceLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of one emitted token; the i-th of `top_ids` has rank i + 1."""
+
+    handle: Int31
+    choice: Int31
+    position: Int31
+    logprob: float
+    rank: NonNegative
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+
+class RequestStarted(msgspec.Struct, frozen=True, array_like=True):
+    """The first plan that names the request has been built."""
+
+    handle: Int31
+    num_cached_tokens: NonNegative
+    queue_s: float
+
+
+class ChoiceFinished(msgspec.Struct, frozen=True, array_like=True):
+    """A choice has ended; all its tokens have been sent, in this or earlier messages."""
+
+    handle: Int31
+    choice: Int31
+    reason: FinishReason
+    num_tokens: NonNegative  # of the output, the stop id included
+    prefill_s: float = 0.0  # from the first plan to the first token
+    decode_s: float = 0.0  # from the first token to the last
+
+
+class RequestFailed(msgspec.Struct, frozen=True, array_like=True):
+    """The request has ended without an answer; nothing of it follows."""
+
+    handle: Int31
+    code: FailureCode
+    message: str
+    retry_after_s: float = 0.0  # with QUEUE_FULL and UNAVAILABLE
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
+    """All that is new for one frontend. Order: started, tokens with log-probabilities, finished, failed."""
+
+    started: tuple[RequestStarted, ...] = ()
+    handle: bytes = b""  # int32 [T]
+    choice: bytes = b""  # int32 [T]
+    position: bytes = b""  # int32 [T]: place in the choice's output, from 0
+    token: bytes = b""  # int32 [T]
+    logprobs: tuple[ChoiceLogprobs, ...] = ()
+    finished: tuple[ChoiceFinished, ...] = ()
+    failed: tuple[RequestFailed, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the columns against each other.
+
+        Raises:
+            MalformedMessage: lengths differ.
+        """
+        same_length("tokens", self.handle, self.choice, self.position, self.token)
