@@ -1,0 +1,162 @@
+"""The codec: what is sent comes back, and what is no message never gets further than the decoder."""
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.wire import codec
+from octavo.wire.columns import pack_floats, pack_ints, same_length, unpack_floats, unpack_ints
+from octavo.wire.errors import MalformedMessage, ProtocolMismatch
+from octavo.wire.handshake import FrontendHello, Heartbeat, WorkerFacts, WorkerHello
+from octavo.wire.plan import FLAG_SAMPLE, NewRow, RowLogprobs, RowSampling, StepPlan, StepResult
+from octavo.wire.requests import ChoiceFinished, FinishReason, StepOutput, SubmitRequest
+
+int32 = st.integers(-(2**31), 2**31 - 1)
+
+
+@given(st.lists(int32))
+def test_int_columns_round_trip(values: list[int]) -> None:
+    assert list(unpack_ints(pack_ints(values))) == values
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False)))
+def test_float_columns_round_trip(values: list[float]) -> None:
+    assert list(unpack_floats(pack_floats(values))) == values
+
+
+def test_columns_are_little_endian() -> None:
+    assert pack_ints([1, -2]) == b"\x01\x00\x00\x00\xfe\xff\xff\xff"
+
+
+def test_an_integer_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        pack_ints([2**31])
+
+
+def test_columns_of_unequal_length_are_refused() -> None:
+    with pytest.raises(MalformedMessage, match=r"rows differ in length: \[2, 1\]"):
+        same_length("rows", pack_ints([1, 2]), pack_ints([1]))
+    with pytest.raises(MalformedMessage, match="not a multiple of 4"):
+        same_length("rows", b"abc")
+
+
+PLAN = StepPlan(
+    epoch=7,
+    step=3,
+    row=pack_ints([0, 5]),
+    num_tokens=pack_ints([1, 64]),
+    flags=pack_ints([FLAG_SAMPLE, 0]),
+    new_rows=(
+        NewRow(
+            row=5,
+            request="f.1",
+            choice=0,
+            num_prompt_tokens=3,
+            num_computed_tokens=0,
+            token_ids=pack_ints([4, 5, 6]),
+            sampling=RowSampling(
+                seed=2**64 - 1, temperature=0.5, logit_bias_ids=pack_ints([9])[:4], logit_bias_values=pack_floats([1.5])
+            ),
+        ),
+    ),
+    append_row=pack_ints([5]),
+    append_block=pack_ints([17]),
+)
+RESULT = StepResult(
+    7, 3, pack_ints([0]), pack_ints([42]), logprobs=(RowLogprobs(0, -0.5, 1, pack_ints([42]), pack_floats([-0.5])),)
+)
+OUTPUT = StepOutput(
+    handle=pack_ints([1]),
+    choice=pack_ints([0]),
+    position=pack_ints([4]),
+    token=pack_ints([9]),
+    finished=(ChoiceFinished(1, 0, FinishReason.STOP, 5),),
+)
+SUBMIT = SubmitRequest(
+    handle=1,
+    prompt_ids=pack_ints([1, 2]),
+    num_choices=2,
+    max_tokens=9,
+    sampling=RowSampling(seed=0),
+    output_ids=(b"", b""),
+)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        SUBMIT,
+        FrontendHello(1, "d", "b", 1),
+        WorkerHello(1, "d", "b", 2, 0, WorkerFacts(9, 16, 100, 64, 4, 64, "cpu", "cpu", "float32")),
+        RESULT,
+        Heartbeat(),
+    ],
+)
+def test_messages_of_peers_round_trip(message: codec.FromPeer) -> None:
+    assert codec.decode_from_peer(codec.encode(message, 11, 12)) == ((11, 12), message)
+
+
+@pytest.mark.parametrize("message", [PLAN, OUTPUT, Heartbeat()])
+def test_messages_of_the_scheduler_round_trip(message: codec.FromScheduler) -> None:
+    assert codec.decode_from_scheduler(codec.encode(message, 2**63 - 1, 1)) == ((2**63 - 1, 1), message)
+
+
+def test_a_plan_is_no_message_of_a_peer() -> None:
+    with pytest.raises(MalformedMessage):
+        codec.decode_from_peer(codec.encode(PLAN))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_tokens": pack_ints([1])}, "rows differ in length"),
+        ({"num_tokens": pack_ints([1, 0])}, "less than one token"),
+        ({"row": pack_ints([5, 5])}, "comes twice"),
+        ({"row": b"abc"}, "not a multiple of 4"),
+        ({"append_row": b""}, "appended blocks differ"),
+        ({"copy_src": pack_ints([1])}, "copies differ"),
+        ({"epoch": -1}, "Expected `int` >= 0"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_malformed(change: dict[str, object], words: str) -> None:
+    fields = [msgspec.structs.asdict(PLAN)[f] if f not in change else change[f] for f in StepPlan.__struct_fields__]
+    frame = codec.encode(Heartbeat())[:24] + msgspec.msgpack.encode(["plan", *fields])
+    with pytest.raises(MalformedMessage, match=words):
+        codec.decode_from_scheduler(frame)
+
+
+def test_another_protocol_version_is_named() -> None:
+    frame = bytearray(codec.encode(Heartbeat()))
+    frame[2] = 99
+    with pytest.raises(ProtocolMismatch, match="version 99, this process speaks 1"):
+        codec.decode_from_peer(bytes(frame))
+
+
+def test_deep_nesting_is_malformed() -> None:
+    with pytest.raises(MalformedMessage):
+        codec.decode_from_peer(codec.encode(Heartbeat())[:24] + b"\x91" * 100_000 + b"\xc0")
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_malformed(garbage: bytes) -> None:
+    with pytest.raises((MalformedMessage, ProtocolMismatch)):
+        codec.decode_from_peer(garbage)
+
+
+def test_no_mutation_of_a_message_gets_past_the_decoder_as_anything_but_a_message() -> None:
+    rng = random.Random(5)
+    frames = [codec.encode(m, 1, 1) for m in (SUBMIT, RESULT)]
+    decoded = 0
+    for _ in range(5000):
+        frame = bytearray(rng.choice(frames))
+        for _ in range(rng.randint(1, 4)):
+            frame[rng.randrange(len(frame))] = rng.randrange(256)
+        try:
+            codec.decode_from_peer(bytes(frame[: rng.randint(0, len(frame))] if rng.random() < 0.3 else frame))
+            decoded += 1
+        except (MalformedMessage, ProtocolMismatch):
+            continue
+    assert decoded < 5000
