@@ -1,0 +1,1 @@
+"""Models: one decoder that is described by data, its layers, and how config.json becomes that description."""

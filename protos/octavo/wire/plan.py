@@ -19,6 +19,9 @@ FLAG_SAMPLE = 1
 FAULT_NONFINITE_LOGITS = 1
 """The row's logits held a NaN or an infinity: no token was drawn."""
 
+FAULT_NO_CANDIDATE = 2
+"""Masks and filters left no id that could be drawn (min_tokens holds back all that is allowed, say)."""
+
 NonNegative = Annotated[int, Meta(ge=0)]
 Int31 = Annotated[int, Meta(ge=0, lt=2**31)]
 

@@ -1,0 +1,21 @@
+"""What stops a worker from starting, and what ends its session."""
+
+
+class StartError(Exception):
+    """The worker cannot start as configured: say why and exit; starting again would not help."""
+
+
+class ModelConfigError(StartError):
+    """config.json is missing, malformed, or describes something that is not supported."""
+
+
+class WeightsError(StartError):
+    """The weights are missing, damaged, or do not fit the config."""
+
+
+class MemoryShortage(StartError):
+    """What was asked for does not fit; the message names need and free."""
+
+
+class PlanError(Exception):
+    """A plan contradicts the rows: the state is damaged, so the session must end and every row with it."""

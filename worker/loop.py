@@ -1,0 +1,89 @@
+"""The worker's loop: plans in, results out, over one session at a time."""
+
+import logging
+import os
+
+import zmq
+
+from octavo.wire.channel import HEARTBEAT_INTERVAL_S
+from octavo.wire.handshake import PROTOCOL_VERSION, WorkerFacts, WorkerHello
+from octavo.wire.ids import BootId
+from octavo.wire.peer import Peer, SessionBegan, SessionEnded
+from octavo.wire.plan import StepPlan
+from octavo.wire.signals import StopSignal
+from octavo.worker.errors import PlanError
+from octavo.worker.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerIdentity:
+    """Builds the Hello; `facts` are set once the model is loaded."""
+
+    def __init__(self, config_digest: str, boot_id: BootId) -> None:
+        self.facts: WorkerFacts | None = None
+        self._config_digest = config_digest
+        self._boot_id = boot_id
+
+    def hello(self) -> WorkerHello:
+        """Return the Hello as of now."""
+        return WorkerHello(PROTOCOL_VERSION, self._config_digest, self._boot_id, os.getpid(), facts=self.facts)
+
+
+class WorkerLoop:
+    """Executes the plans of the current session in order; a new session starts with no rows, weights stay."""
+
+    def __init__(self, peer: Peer, runner: Runner, stop: StopSignal) -> None:
+        self._peer = peer
+        self._runner = runner
+        self._stop = stop
+        self._last_step = 0
+
+    def run(self) -> None:
+        """Serve until the stop signal.
+
+        Raises:
+            PeerRefused: the scheduler will not have this worker.
+        """
+        while not self._stop.requested():
+            self._wait()
+            for event in self._peer.step():
+                if self._stop.requested():
+                    break
+                match event:
+                    case SessionBegan():
+                        logger.info("session %x with the scheduler began", event.session)
+                        self._forget()
+                    case SessionEnded():
+                        logger.warning("session with the scheduler ended: %s", event.reason)
+                        self._forget()
+                    case StepPlan() if not self._execute(event):
+                        break
+        self._peer.leave("the worker was told to stop")
+
+    def _wait(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._peer.channel.socket, zmq.POLLIN)
+        poller.register(self._peer.channel.monitor, zmq.POLLIN)
+        poller.register(self._stop.fileno(), zmq.POLLIN)
+        # Without a session a Hello may be due earlier than a heartbeat.
+        wait_s = HEARTBEAT_INTERVAL_S if self._peer.session_id is not None else HEARTBEAT_INTERVAL_S / 10
+        poller.poll(int(wait_s * 1000))
+
+    def _execute(self, plan: StepPlan) -> bool:
+        """Execute a plan and send its result; False if this ended the session."""
+        try:
+            if plan.epoch != self._peer.session_id or plan.step != self._last_step + 1:
+                raise PlanError(f"step {plan.step} of epoch {plan.epoch:x} came after step {self._last_step}")
+            result = self._runner.execute(plan)
+        except PlanError as error:
+            logger.error("plan refused, the session ends: %s", error)
+            self._forget()
+            self._peer.reset(str(error))
+            return False
+        self._last_step = plan.step
+        return self._peer.send(result)
+
+    def _forget(self) -> None:
+        self._runner.rows.clear()
+        self._last_step = 0

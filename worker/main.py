@@ -1,0 +1,46 @@
+"""The worker process."""
+
+import logging
+import time
+
+import zmq
+
+from octavo.wire.channel import DealerChannel
+from octavo.wire.errors import WireError
+from octavo.wire.ids import new_boot_id
+from octavo.wire.model_digest import model_digest
+from octavo.wire.peer import Peer
+from octavo.wire.signals import StopSignal
+from octavo.worker.config import WorkerConfig
+from octavo.worker.errors import StartError
+from octavo.worker.loading import load
+from octavo.worker.loop import WorkerIdentity, WorkerLoop
+
+logger = logging.getLogger(__name__)
+
+EXIT_OK = 0
+EXIT_CONFIGURATION = 2
+"""Starting again would not help."""
+
+
+def run(config: WorkerConfig) -> int:
+    """Load the model and serve plans until SIGTERM or SIGINT; return the exit code."""
+    with StopSignal() as stop, zmq.Context() as context:
+        try:
+            boot_id = new_boot_id()
+            identity = WorkerIdentity(model_digest(config.model_path), boot_id)
+            loaded = load(config)
+            identity.facts = loaded.facts
+            peer = Peer(DealerChannel(context, config.address, boot_id), identity.hello, time.monotonic)
+            try:
+                WorkerLoop(peer, loaded.runner, stop).run()
+            finally:
+                if not peer.channel.socket.closed:
+                    peer.channel.close()
+        except FileNotFoundError as error:
+            logger.error("%s: no such model folder or file", error.filename)
+            return EXIT_CONFIGURATION
+        except (StartError, WireError) as error:
+            logger.error("%s", error)
+            return EXIT_CONFIGURATION
+    return EXIT_OK

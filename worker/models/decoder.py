@@ -1,0 +1,162 @@
+"""The decoder: embedding, layers of attention and gated MLP, norm, output head; described by a ModelConfig."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.ops import Ops
+from octavo.worker.models.config import ModelConfig
+from octavo.worker.models.layers import ColumnParallel, Placement, RowParallel, ShardSpec, Target, whole
+from octavo.worker.models.rope import cos_sin_table
+
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+"""Tensors that old checkpoints carry and nobody reads: the tables are computed."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One forward pass over rows of any length; T tokens, R rows, S of which want logits."""
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slot_mapping: Tensor  # [T] int64: where each token's keys and values go
+    block_tables: Tensor  # [R, max_blocks] int32
+    query_start: Tensor  # [R + 1] int32
+    seq_lens: Tensor  # [R] int32
+    logits_index: Tensor  # [S] int64: tokens whose logits are wanted
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of one layer: [num_blocks, block_size, num_kv_heads, head_size] each."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class Decoder:
+    """A decoder with the parameters of one rank."""
+
+    def __init__(
+        self, config: ModelConfig, ops: Ops, placement: Placement, shard: ShardSpec, max_positions: int
+    ) -> None:
+        self.config = config
+        self._ops = ops
+        self._embedding = placement.empty(config.vocab_size, config.hidden_size)
+        self._layers = [_Layer(config, placement, shard, f"model.layers.{i}") for i in range(config.num_layers)]
+        self._norm = placement.empty(config.hidden_size)
+        self._head = (
+            self._embedding if config.tied_embeddings else placement.empty(config.vocab_size, config.hidden_size)
+        )
+        self._cos_sin = cos_sin_table(config.rope, config.head_size, max_positions).to(placement.device)
+
+    def targets(self) -> dict[str, Target]:
+        """Return where each tensor of a checkpoint goes."""
+        targets = {"model.embed_tokens.weight": whole(self._embedding), "model.norm.weight": whole(self._norm)}
+        if not self.config.tied_embeddings:
+            targets["lm_head.weight"] = whole(self._head)
+        for layer in self._layers:
+            targets |= layer.targets
+        return targets
+
+    def finish_loading(self) -> None:
+        """Bring all weights into the backend's form; called once, after the last tensor was loaded."""
+        for layer in self._layers:
+            layer.finish_loading(self._ops)
+        self._head = self._ops.prepare_weight(self._head)
+
+    def is_ignored(self, name: str) -> bool:
+        """Say whether a checkpoint may hold this tensor without anybody reading it."""
+        return name.endswith(IGNORED_SUFFIXES) or (self.config.tied_embeddings and name == "lm_head.weight")
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, caches: list[KVCache]) -> Tensor:
+        """Compute the batch's tokens, store their keys and values, and return logits.
+
+        Returns:
+            [S, vocab_size] float32.
+        """
+        x = torch.nn.functional.embedding(batch.input_ids, self._embedding)
+        residual: Tensor | None = None
+        for layer, cache in zip(self._layers, caches, strict=True):
+            x, residual = layer.forward(self._ops, x, residual, self._cos_sin, batch, cache)
+        wanted = batch.logits_index
+        x, _ = self._ops.rms_norm(
+            x[wanted], self._norm, self.config.rms_norm_eps, None if residual is None else residual[wanted]
+        )
+        return self._ops.linear(x, self._head).float()
+
+
+class _Layer:
+    def __init__(self, config: ModelConfig, placement: Placement, shard: ShardSpec, prefix: str) -> None:
+        head = config.head_size
+        heads = shard.part(config.num_heads, "attention heads (num_attention_heads)")
+        kv_heads = shard.part(config.num_kv_heads, "KV heads (num_key_value_heads)")
+        inner = shard.part(config.intermediate_size, "features of the MLP (intermediate_size)")
+        q_part, kv_part = _times(heads, head), _times(kv_heads, head)
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        self._eps = config.rms_norm_eps
+        self._head_size = head
+        self._scale = head**-0.5
+        self._input_norm = placement.empty(config.hidden_size)
+        self._qkv = ColumnParallel(
+            placement,
+            config.hidden_size,
+            {
+                f"{attention}.q_proj": (config.num_heads * head, q_part),
+                f"{attention}.k_proj": (config.num_kv_heads * head, kv_part),
+                f"{attention}.v_proj": (config.num_kv_heads * head, kv_part),
+            },
+            config.qkv_bias,
+        )
+        self._output = RowParallel(
+            placement,
+            f"{attention}.o_proj",
+            config.num_heads * head,
+            q_part,
+            config.hidden_size,
+            config.output_bias,
+        )
+        self._mlp_norm = placement.empty(config.hidden_size)
+        self._gate_up = ColumnParallel(
+            placement,
+            config.hidden_size,
+            dict.fromkeys((f"{mlp}.gate_proj", f"{mlp}.up_proj"), (config.intermediate_size, inner)),
+            config.mlp_bias,
+        )
+        self._down = RowParallel(
+            placement, f"{mlp}.down_proj", config.intermediate_size, inner, config.hidden_size, config.mlp_bias
+        )
+        self.targets: dict[str, Target] = {
+            f"{prefix}.input_layernorm.weight": whole(self._input_norm),
+            f"{prefix}.post_attention_layernorm.weight": whole(self._mlp_norm),
+            **self._qkv.targets,
+            **self._output.targets,
+            **self._gate_up.targets,
+            **self._down.targets,
+        }
+
+    def finish_loading(self, ops: Ops) -> None:
+        for projection in (self._qkv, self._output, self._gate_up, self._down):
+            projection.finish_loading(ops)
+        self.targets.clear()
+
+    def forward(
+        self, ops: Ops, x: Tensor, residual: Tensor | None, cos_sin: Tensor, batch: Batch, cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens = x.shape[0]
+        x, residual = ops.rms_norm(x, self._input_norm, self._eps, residual)
+        q, k, v = torch.split(self._qkv(ops, x), self._qkv.sizes, dim=-1)
+        q, k, v = (part.view(num_tokens, -1, self._head_size) for part in (q, k, v))
+        q = ops.rotary_and_write_kv(q, k, v, batch.positions, cos_sin, cache.keys, cache.values, batch.slot_mapping)
+        attended = ops.paged_attention(
+            q, cache.keys, cache.values, batch.block_tables, batch.query_start, batch.seq_lens, self._scale
+        )
+        x = self._output(ops, attended.view(num_tokens, -1))
+        x, residual = ops.rms_norm(x, self._mlp_norm, self._eps, residual)
+        return self._down(ops, ops.silu_and_mul(self._gate_up(ops, x))), residual
+
+
+def _times(part: slice, factor: int) -> slice:
+    return slice(part.start * factor, part.stop * factor)

@@ -1,0 +1,40 @@
+"""Tables of the rotary embedding."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from octavo.worker.models.config import RopeConfig
+
+
+def cos_sin_table(config: RopeConfig, head_size: int, max_positions: int) -> Tensor:
+    """Return cosines, then sines, of every position's angles.
+
+    Returns:
+        [max_positions, head_size] float32.
+    """
+    frequencies = _inverse_frequencies(config, head_size)
+    angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def _inverse_frequencies(config: RopeConfig, head_size: int) -> Tensor:
+    """Return [head_size / 2] float32, scaled as `config.kind` says.
+
+    linear divides by the factor (arXiv:2306.15595); llama3 divides frequencies of long waves, keeps those of short ones
+    and interpolates between (the Llama 3.1 release).
+    """
+    plain = 1.0 / config.theta ** (torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size)
+    if config.kind == "default":
+        return plain
+    if config.kind == "linear":
+        return plain / config.factor
+    wavelength = 2 * math.pi / plain
+    share = (config.original_max_positions / wavelength - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    mixed = (1 - share) * plain / config.factor + share * plain
+    longest = config.original_max_positions / config.low_freq_factor
+    shortest = config.original_max_positions / config.high_freq_factor
+    return torch.where(wavelength > longest, plain / config.factor, torch.where(wavelength < shortest, plain, mixed))

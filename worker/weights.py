@@ -1,0 +1,127 @@
+"""Weights from safetensors files to the parameters they belong to; every tensor is accounted for.
+
+Only safetensors are read. With an index (model.safetensors.index.json) only the files it names are, and each tensor from
+the file the index says.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from octavo.worker.errors import WeightsError
+from octavo.worker.models.layers import Target
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 * 2**20
+_NAMES_SHOWN = 5
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in total."""
+
+
+def load_weights(
+    folder: Path, targets: dict[str, Target], is_ignored: Callable[[str], bool], progress: Progress
+) -> None:
+    """Fill every target from the folder's safetensors.
+
+    Raises:
+        WeightsError: a file is missing or damaged, or a tensor is missing, unexpected, or of another shape or dtype.
+    """
+    files = checkpoint_files(folder)
+    total = sum(path.stat().st_size for path in files)
+    done = 0
+    filled: set[str] = set()
+    unexpected: list[str] = []
+    for path, expected_names in files.items():
+        for name, tensor_slice in _tensors(path, expected_names):
+            if name in filled:
+                raise WeightsError(f"tensor {name} comes twice; the second time in {path}")
+            if name in targets:
+                _fill(name, path, targets[name], tensor_slice)
+                filled.add(name)
+            elif not is_ignored(name):
+                unexpected.append(name)
+        done += path.stat().st_size
+        progress(done, total)
+    missing = sorted(targets.keys() - filled)
+    if missing:
+        raise WeightsError(f"{folder} lacks {len(missing)} tensors that the model needs: {_some(missing)}")
+    if unexpected:
+        raise WeightsError(
+            f"{folder} holds {len(unexpected)} tensors that the model does not know: {_some(unexpected)}"
+        )
+
+
+def fill_dummy(targets: dict[str, Target], seed: int) -> None:
+    """Fill every target with small random numbers: for speed measurements without a checkpoint."""
+    for number, target in enumerate(targets.values()):
+        generator = torch.Generator(target.view.device).manual_seed(seed + number)
+        if target.view.dim() == 1:
+            target.view.fill_(1.0)
+        else:
+            target.view.normal_(0.0, target.view.shape[-1] ** -0.5, generator=generator)
+
+
+def checkpoint_files(folder: Path) -> dict[Path, frozenset[str] | None]:
+    """Return the files of a checkpoint with the tensors that the index puts there (None without an index).
+
+    Raises:
+        WeightsError: there is no checkpoint, the index is malformed, or it names a file that is not there.
+    """
+    index_path = folder / INDEX_FILE
+    if not index_path.exists():
+        single = folder / SINGLE_FILE
+        if not single.exists():
+            raise WeightsError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+        return {single: None}
+    if index_path.stat().st_size > MAX_INDEX_BYTES:
+        raise WeightsError(f"{index_path} has {index_path.stat().st_size} bytes, limit {MAX_INDEX_BYTES}")
+    try:
+        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+        by_file: dict[str, set[str]] = {}
+        for name, file in weight_map.items():
+            by_file.setdefault(file, set()).add(name)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightsError(f"{index_path} is no index: {type(error).__name__}: {error}") from error
+    files: dict[Path, frozenset[str] | None] = {}
+    for file, names in sorted(by_file.items()):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise WeightsError(f"{index_path} names {file!r}: expected the name of a .safetensors file in the folder")
+        if not (folder / file).exists():
+            raise WeightsError(f"{index_path} names {file}, which is not in {folder}")
+        files[folder / file] = frozenset(names)
+    return files
+
+
+def _tensors(path: Path, expected: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
+    try:
+        with safe_open(path, framework="pt") as handle:
+            names = set(handle.keys())
+            if expected is not None and names != expected:
+                differing = sorted(names ^ expected)
+                raise WeightsError(f"{path} and the index differ about {len(differing)} tensors: {_some(differing)}")
+            for name in sorted(names):
+                yield name, handle.get_slice(name)
+    except (SafetensorError, OSError) as error:
+        size = path.stat().st_size if path.exists() else 0
+        raise WeightsError(f"{path} ({size} bytes) is damaged: {error}") from error
+
+
+def _fill(name: str, path: Path, target: Target, tensor_slice: Any) -> None:
+    shape = tuple(tensor_slice.get_shape())
+    dtype = tensor_slice.get_dtype()
+    if shape != target.full_shape:
+        raise WeightsError(f"tensor {name} in {path} has shape {list(shape)}, expected {list(target.full_shape)}")
+    if dtype not in ("F32", "F16", "BF16"):
+        raise WeightsError(f"tensor {name} in {path} has dtype {dtype}, expected F32, F16 or BF16")
+    target.view.copy_(tensor_slice[target.part])
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown}, ..."
