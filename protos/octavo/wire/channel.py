@@ -112,9 +112,9 @@ class RouterChannel:
             raise SessionLost(f"the peer is gone: {error}") from error
         return len(frame)
 
-    def close(self) -> None:
-        """Close the socket and release the lock."""
-        self._socket.close(linger=0)
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the socket and release the lock; wait in the background at most `linger_ms` for what is queued."""
+        self._socket.close(linger=linger_ms)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -1,0 +1,129 @@
+"""octavo generate | chat: clients for the terminal that stream."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import grpc
+import typer
+
+from octavo.cli.errors import CommandError
+from octavo.v1 import generation_pb2 as pb
+from octavo.v1 import generation_pb2_grpc as rpc
+
+Address = Annotated[str, typer.Option("--address", envvar="OCTAVO_ADDRESS", help="HOST:PORT of the service.")]
+ModelName = Annotated[str, typer.Option("--model", help="Name of the model; default: the service's.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", min=1, help="Most tokens of the answer.")]
+Temperature = Annotated[float | None, typer.Option("--temperature", help="0: greedy.")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="Nucleus mass.")]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Number of most likely tokens kept.")]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of the noise.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer (may be repeated).")]
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    address: Address = DEFAULT_ADDRESS,
+    model: ModelName = "",
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    stop: Stop = None,
+) -> None:
+    """Continue a text and print it as it comes."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    request = pb.GenerationInput(
+        model=model,
+        text=text,
+        sampling=_sampling(temperature, top_p, top_k, seed),
+        stopping=pb.StoppingParams(max_tokens=max_tokens, stop_strings=stop or []),
+    )
+    with grpc.insecure_channel(address) as channel:
+        _stream(rpc.GenerationServiceStub(channel), request)
+    typer.echo()
+
+
+def chat(
+    address: Address = DEFAULT_ADDRESS,
+    model: ModelName = "",
+    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+) -> None:
+    """Talk with a model. /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C cancels an answer."""
+    opening = [pb.ChatMessage(role="system", content=system)] if system else []
+    messages = list(opening)
+    with grpc.insecure_channel(address) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        while (line := _ask()) is not None:
+            if line == "/reset":
+                messages = list(opening)
+            if not line or line == "/reset":
+                continue
+            messages.append(pb.ChatMessage(role="user", content=line))
+            request = pb.GenerationInput(
+                model=model,
+                chat=pb.ChatPrompt(messages=messages),
+                sampling=_sampling(temperature, top_p, top_k, seed),
+                stopping=pb.StoppingParams(max_tokens=max_tokens),
+            )
+            answer = _stream(stub, request)
+            typer.echo()
+            messages.append(pb.ChatMessage(role="assistant", content=answer))
+
+
+def _sampling(temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None) -> pb.SamplingParams:
+    return pb.SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+
+
+def _ask() -> str | None:
+    """Return the next line, None at the end."""
+    try:
+        line = input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None
+    return None if line == "/exit" else line
+
+
+def _stream(stub: rpc.GenerationServiceStub, request: pb.GenerationInput) -> str:
+    """Print an answer as it comes; return it. Ctrl-C ends it early.
+
+    Raises:
+        CommandError: the service refused or failed.
+    """
+    call = stub.GenerateStream(pb.GenerateStreamRequest(input=request))
+    pieces = []
+    with _cancelled_by_ctrl_c(call):
+        try:
+            for event in call:
+                if event.WhichOneof("event") == "delta":
+                    pieces.append(event.delta.text)
+                    sys.stdout.write(event.delta.text)
+                    sys.stdout.flush()
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.CANCELLED:
+                raise CommandError(f"{error.code().name}: {error.details()}") from error
+    return "".join(pieces)
+
+
+@contextmanager
+def _cancelled_by_ctrl_c(call: "grpc.Future[pb.GenerateStreamResponse]") -> Iterator[None]:
+    previous = signal.signal(signal.SIGINT, lambda *_: call.cancel())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command()(generate)
+    app.command()(chat)

@@ -1,0 +1,131 @@
+"""Options that several commands share. Each can also come from OCTAVO_<NAME> or from the --config file.
+
+The command line wins over the environment, the environment over the file, the file over the default.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+MAX_CONFIG_BYTES = 2**20
+
+
+def option(flag: str, panel: str, words: str, **more: Any) -> Any:
+    """Describe an option with its environment variable and its place in --help."""
+    name = flag.removeprefix("--").split("/")[0].replace("-", "_")
+    return typer.Option(flag, envvar=f"OCTAVO_{name.upper()}", help=words, rich_help_panel=panel, **more)
+
+
+def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the file's values the defaults of the command.
+
+    Raises:
+        typer.BadParameter: the file is no mapping, or names an option that the command does not have.
+    """
+    if path is None:
+        return None
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise typer.BadParameter(f"{path} has {path.stat().st_size} bytes, limit {MAX_CONFIG_BYTES}")
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise typer.BadParameter(f"{path} holds no mapping of options")
+    # Names in files are written as flags are, or with underscores; parameters are matched by their Python name.
+    known = {p.opts[0].removeprefix("--").replace("-", "_"): p.name for p in context.command.params if p.name}
+    defaults = {}
+    for key, value in values.items():
+        name = known.get(str(key).replace("-", "_"))
+        if name is None:
+            raise typer.BadParameter(f"{path} names {key!r}, which {context.command.name} does not have")
+        defaults[name] = value
+    context.default_map = {**(context.default_map or {}), **defaults}
+    return path
+
+
+def _config_callback(context: typer.Context, path: Path | None) -> Path | None:
+    return read_config_file(context, path)
+
+
+def _positive(what: type[int] | type[float]) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if value is not None and not what(value) > 0:
+            raise typer.BadParameter(f"{value} must be above 0")
+        return value
+
+    return check
+
+
+_LISTEN, _MODEL, _LIMITS, _MEMORY = "Listening", "Model", "Scheduling", "Memory"
+_PROCESS = "Process"
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="A model folder, a hub name (owner/model), or 'demo'.", envvar="OCTAVO_MODEL")
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="YAML file of options.", callback=_config_callback, is_eager=True, dir_okay=False),
+]
+Host = Annotated[str, option("--host", _LISTEN, "Address to listen on.")]
+GrpcPort = Annotated[int, option("--grpc-port", _LISTEN, "Port of the gRPC service.", min=0, max=65535)]
+ServedModelName = Annotated[
+    list[str] | None,
+    option("--served-model-name", _LISTEN, "Names that clients ask for, the default first (may be repeated)."),
+]
+MaxMessageBytes = Annotated[
+    int, option("--max-message-bytes", _LISTEN, "Largest request message.", min=1024, max=2**30)
+]
+Grace = Annotated[
+    float, option("--grace", _LISTEN, "Seconds that running streams get after SIGTERM.", callback=_positive(float))
+]
+Device = Annotated[str, option("--device", _MODEL, "auto, cpu or cuda.")]
+Backend = Annotated[
+    str, option("--backend", _MODEL, "auto, cpu, or reference (bits do not depend on the batch; slower).")
+]
+Dtype = Annotated[str, option("--dtype", _MODEL, "auto (float32 on the CPU), float32, bfloat16 or float16.")]
+LoadFormat = Annotated[str, option("--load-format", _MODEL, "auto, or dummy (random weights).")]
+NumThreads = Annotated[int | None, option("--num-threads", _MODEL, "Threads of the worker; default: all cores.", min=1)]
+Seed = Annotated[int, option("--seed", _MODEL, "Seed of dummy weights.")]
+MaxModelLen = Annotated[
+    int | None,
+    option("--max-model-len", _LIMITS, "Most tokens of prompt and output; default: what model and pool allow.", min=2),
+]
+MaxNumSeqs = Annotated[int, option("--max-num-seqs", _LIMITS, "Most sequences that run at once.", min=1)]
+MaxNumBatchedTokens = Annotated[int, option("--max-num-batched-tokens", _LIMITS, "Most tokens of a step.", min=1)]
+LongPrefillTokenThreshold = Annotated[
+    int,
+    option(
+        "--long-prefill-token-threshold", _LIMITS, "Most prompt tokens of one sequence in a step; 0: no cap.", min=0
+    ),
+]
+MaxWaitingRequests = Annotated[int, option("--max-waiting-requests", _LIMITS, "Bound of the queue.", min=1)]
+StepTimeout = Annotated[
+    float,
+    option(
+        "--step-timeout", _LIMITS, "Seconds without a finished step until a worker is lost.", callback=_positive(float)
+    ),
+]
+RecoveryTimeout = Annotated[
+    float,
+    option("--recovery-timeout", _LIMITS, "Seconds that requests wait for a lost process.", callback=_positive(float)),
+]
+TracePlans = Annotated[
+    Path | None, option("--trace-plans", _LIMITS, "File that gets one JSON line a plan and a result.", dir_okay=False)
+]
+BlockSize = Annotated[int, option("--block-size", _MEMORY, "Tokens in a block.", min=1, max=1024)]
+NumGpuBlocksOverride = Annotated[
+    int | None, option("--num-gpu-blocks-override", _MEMORY, "Blocks of the KV cache, whatever the device.", min=2)
+]
+KvCacheMemoryBytes = Annotated[int, option("--kv-cache-memory-bytes", _MEMORY, "Bytes of the KV cache.", min=1)]
+SchedulerAddress = Annotated[
+    str | None,
+    option(
+        "--scheduler-address", _PROCESS, "ipc:///folder/name or tcp://127.0.0.1:port; default: in the runtime folder."
+    ),
+]
+LogLevel = Annotated[str, option("--log-level", _PROCESS, "debug, info, warning or error.")]
+ExitWithParent = Annotated[int | None, typer.Option("--exit-with-parent", hidden=True)]

@@ -1,0 +1,49 @@
+"""Where things live: models under OCTAVO_HOME, sockets in a private runtime folder."""
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from octavo.cli.errors import ConfigurationError
+
+
+def models_folder() -> Path:
+    """Return $OCTAVO_HOME/models; without OCTAVO_HOME the user's cache folder takes its place."""
+    if home := os.environ.get("OCTAVO_HOME"):
+        return Path(home).expanduser().absolute() / "models"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache).absolute() / "octavo" / "models"
+
+
+def runtime_folder() -> Path:
+    """Return the folder of the sockets between our processes, made with mode 0700 where absent.
+
+    It is $OCTAVO_RUNTIME_DIR, else $XDG_RUNTIME_DIR/octavo, else octavo-UID in the folder for temporary files.
+
+    Raises:
+        ConfigurationError: it belongs to somebody else, others can enter it, or it cannot be made.
+    """
+    if explicit := os.environ.get("OCTAVO_RUNTIME_DIR"):
+        folder = Path(explicit).absolute()
+    elif base := os.environ.get("XDG_RUNTIME_DIR"):
+        folder = Path(base).absolute() / "octavo"
+    else:
+        folder = Path(tempfile.gettempdir()) / f"octavo-{os.geteuid()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise ConfigurationError(f"the runtime folder {folder} cannot be made: {error.strerror}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise ConfigurationError(f"the runtime folder {folder} is no folder of this user")
+    if status.st_mode & 0o077:
+        raise ConfigurationError(
+            f"the runtime folder {folder} has mode {stat.S_IMODE(status.st_mode):04o}: others could enter; chmod 700 it"
+        )
+    return folder
+
+
+def default_scheduler_address(name: str = "scheduler") -> str:
+    """Return the ipc address of the scheduler's socket in the runtime folder."""
+    return f"ipc://{runtime_folder()}/{name}"

@@ -1,0 +1,140 @@
+"""octavo frontend | scheduler | worker: one process each, as compose or an operator starts them."""
+
+import sys
+
+import typer
+
+from octavo.cli import logs, options, parent
+from octavo.cli.model_store import Model, resolve
+from octavo.cli.places import default_scheduler_address
+
+
+def frontend(
+    model: options.ModelArgument,
+    host: options.Host = "127.0.0.1",
+    grpc_port: options.GrpcPort = 50051,
+    served_model_name: options.ServedModelName = None,
+    max_message_bytes: options.MaxMessageBytes = 16 * 2**20,
+    grace: options.Grace = 30.0,
+    recovery_timeout: options.RecoveryTimeout = 120.0,
+    scheduler_address: options.SchedulerAddress = None,
+    log_level: options.LogLevel = "info",
+    config: options.ConfigFile = None,
+    exit_with_parent: options.ExitWithParent = None,
+) -> None:
+    """Run a frontend: gRPC service, tokenizer, streams."""
+    _begin("frontend", log_level, exit_with_parent)
+    from octavo.frontend.config import FrontendConfig
+    from octavo.frontend.main import run
+
+    found = resolve(model)
+    sys.exit(
+        run(
+            FrontendConfig(
+                model_path=found.folder,
+                served_model_names=tuple(served_model_name or found.names),
+                address=scheduler_address or default_scheduler_address(),
+                host=host,
+                grpc_port=grpc_port,
+                max_message_bytes=max_message_bytes,
+                grace_s=grace,
+                recovery_timeout_s=recovery_timeout,
+            )
+        )
+    )
+
+
+def scheduler(
+    model: options.ModelArgument,
+    max_model_len: options.MaxModelLen = None,
+    long_prefill_token_threshold: options.LongPrefillTokenThreshold = 0,
+    max_waiting_requests: options.MaxWaitingRequests = 1024,
+    step_timeout: options.StepTimeout = 300.0,
+    recovery_timeout: options.RecoveryTimeout = 120.0,
+    trace_plans: options.TracePlans = None,
+    scheduler_address: options.SchedulerAddress = None,
+    log_level: options.LogLevel = "info",
+    config: options.ConfigFile = None,
+    exit_with_parent: options.ExitWithParent = None,
+) -> None:
+    """Run the scheduler: request queues, block tables, plans."""
+    _begin("scheduler", log_level, exit_with_parent)
+    from octavo.scheduler.config import SchedulerConfig
+    from octavo.scheduler.main import run
+    from octavo.wire.model_digest import model_digest
+
+    sys.exit(
+        run(
+            SchedulerConfig(
+                address=scheduler_address or default_scheduler_address(),
+                config_digest=model_digest(resolve(model).folder),
+                max_model_len=max_model_len,
+                long_prefill_token_threshold=long_prefill_token_threshold,
+                max_waiting_requests=max_waiting_requests,
+                step_timeout_s=step_timeout,
+                recovery_timeout_s=recovery_timeout,
+                trace_plans=trace_plans,
+            )
+        )
+    )
+
+
+def worker(
+    model: options.ModelArgument,
+    device: options.Device = "auto",
+    backend: options.Backend = "auto",
+    dtype: options.Dtype = "auto",
+    load_format: options.LoadFormat = "auto",
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = 64,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
+    block_size: options.BlockSize = 16,
+    num_gpu_blocks_override: options.NumGpuBlocksOverride = None,
+    kv_cache_memory_bytes: options.KvCacheMemoryBytes = 2**30,
+    num_threads: options.NumThreads = None,
+    seed: options.Seed = 0,
+    scheduler_address: options.SchedulerAddress = None,
+    log_level: options.LogLevel = "info",
+    config: options.ConfigFile = None,
+    exit_with_parent: options.ExitWithParent = None,
+) -> None:
+    """Run a worker: weights, KV cache, forward passes, sampling."""
+    _begin("worker", log_level, exit_with_parent)
+    from octavo.worker.config import WorkerConfig
+    from octavo.worker.main import run
+
+    sys.exit(
+        run(
+            WorkerConfig(
+                model_path=resolve(model).folder,
+                address=scheduler_address or default_scheduler_address(),
+                device=device,
+                backend=backend,
+                dtype=dtype,
+                block_size=block_size,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                num_gpu_blocks_override=num_gpu_blocks_override,
+                kv_cache_memory_bytes=kv_cache_memory_bytes,
+                load_format=load_format,
+                num_threads=num_threads,
+                seed=seed,
+            )
+        )
+    )
+
+
+def _begin(role: str, log_level: str, parent_pid: int | None) -> None:
+    logs.configure(role, log_level)
+    if parent_pid is not None:
+        parent.exit_with_parent(parent_pid)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    for command in (frontend, scheduler, worker):
+        app.command()(command)
+
+
+__all__ = ["Model", "register"]

@@ -1,0 +1,184 @@
+"""octavo serve: a whole service on one machine, supervised."""
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+
+import grpc
+import typer
+from google.protobuf import json_format
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.console import Console
+from rich.table import Table
+
+from octavo.cli import logs, options
+from octavo.cli.errors import ConfigurationError
+from octavo.cli.model_store import Model, resolve
+from octavo.cli.places import default_scheduler_address
+from octavo.cli.supervisor import ChildSpec, Supervisor
+from octavo.v1 import admin_pb2, admin_pb2_grpc, generation_pb2
+
+logger = logging.getLogger(__name__)
+
+_CHANNEL_OPTIONS = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
+_EXTRA_GRACE_S = 5.0
+
+
+def serve(
+    model: options.ModelArgument,
+    host: options.Host = "127.0.0.1",
+    grpc_port: options.GrpcPort = 50051,
+    served_model_name: options.ServedModelName = None,
+    max_message_bytes: options.MaxMessageBytes = 16 * 2**20,
+    grace: options.Grace = 30.0,
+    device: options.Device = "auto",
+    backend: options.Backend = "auto",
+    dtype: options.Dtype = "auto",
+    load_format: options.LoadFormat = "auto",
+    num_threads: options.NumThreads = None,
+    seed: options.Seed = 0,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = 64,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
+    long_prefill_token_threshold: options.LongPrefillTokenThreshold = 0,
+    max_waiting_requests: options.MaxWaitingRequests = 1024,
+    step_timeout: options.StepTimeout = 300.0,
+    recovery_timeout: options.RecoveryTimeout = 120.0,
+    trace_plans: options.TracePlans = None,
+    block_size: options.BlockSize = 16,
+    num_gpu_blocks_override: options.NumGpuBlocksOverride = None,
+    kv_cache_memory_bytes: options.KvCacheMemoryBytes = 2**30,
+    scheduler_address: options.SchedulerAddress = None,
+    log_level: options.LogLevel = "info",
+    config: options.ConfigFile = None,
+) -> None:
+    """Serve a model: starts frontend, scheduler and worker, and keeps them alive."""
+    started = time.monotonic()
+    logs.configure("serve", log_level)
+    found = resolve(model)
+    _check_port(host, grpc_port)
+    address = scheduler_address or default_scheduler_address(f"scheduler-{grpc_port}")
+    common = {"scheduler-address": address, "log-level": log_level}
+    children = [
+        _child(
+            "scheduler",
+            found,
+            common,
+            {
+                "max-model-len": max_model_len,
+                "long-prefill-token-threshold": long_prefill_token_threshold,
+                "max-waiting-requests": max_waiting_requests,
+                "step-timeout": step_timeout,
+                "recovery-timeout": recovery_timeout,
+                "trace-plans": trace_plans,
+            },
+        ),
+        _child(
+            "worker",
+            found,
+            common,
+            {
+                "device": device,
+                "backend": backend,
+                "dtype": dtype,
+                "load-format": load_format,
+                "num-threads": num_threads,
+                "seed": seed,
+                "max-model-len": max_model_len,
+                "max-num-seqs": max_num_seqs,
+                "max-num-batched-tokens": max_num_batched_tokens,
+                "block-size": block_size,
+                "num-gpu-blocks-override": num_gpu_blocks_override,
+                "kv-cache-memory-bytes": kv_cache_memory_bytes,
+            },
+        ),
+        _child(
+            "frontend",
+            found,
+            common,
+            {
+                "host": host,
+                "grpc-port": grpc_port,
+                "served-model-name": served_model_name or list(found.names),
+                "max-message-bytes": max_message_bytes,
+                "grace": grace,
+                "recovery-timeout": recovery_timeout,
+            },
+        ),
+    ]
+    supervisor = Supervisor(children, grace_s=grace + _EXTRA_GRACE_S)
+    sys.exit(asyncio.run(_run(supervisor, f"{host}:{grpc_port}", started)))
+
+
+def _child(role: str, model: Model, common: dict[str, str], settings: dict[str, object]) -> ChildSpec:
+    arguments = [str(model.folder)]
+    for name, value in {**settings, **common}.items():
+        for one in value if isinstance(value, list) else [] if value is None else [value]:
+            arguments += [f"--{name}", str(one)]
+    return ChildSpec(role, tuple(arguments))
+
+
+def _check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+async def _run(supervisor: Supervisor, target: str, started: float) -> int:
+    announcing = asyncio.create_task(_announce(supervisor, target, started))
+    try:
+        return await supervisor.run()
+    finally:
+        announcing.cancel()
+        await asyncio.gather(announcing, return_exceptions=True)
+
+
+async def _announce(supervisor: Supervisor, target: str, started: float) -> None:
+    """Wait until the service serves, then say so on one screen."""
+    async with grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS) as channel:
+        while True:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            try:
+                async for answer in watch:
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        status = await admin_pb2_grpc.AdminServiceStub(channel).GetStatus(
+                            admin_pb2.GetStatusRequest(), timeout=5
+                        )
+                        _print_summary(supervisor, target, status, time.monotonic() - started)
+                        return
+            except grpc.aio.AioRpcError as error:
+                logger.debug("waiting for the frontend: %s", error.details())
+                await asyncio.sleep(0.1)
+
+
+def _print_summary(supervisor: Supervisor, target: str, status: admin_pb2.GetStatusResponse, seconds: float) -> None:
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    held = status.scheduler
+    tokens = held.total_blocks * held.block_size
+    table.add_row("model", ", ".join(status.models))
+    table.add_row("gRPC", target)
+    table.add_row("context", f"{status.max_model_len} tokens")
+    table.add_row("KV cache", f"{held.total_blocks} blocks of {held.block_size} tokens ({tokens} tokens)")
+    table.add_row("processes", ", ".join(f"{role} {pid}" for role, pid in supervisor.pids.items()))
+    table.add_row("chat", f"octavo chat --address {target}")
+    table.add_row("generate", f'octavo generate --address {target} "Once upon a time"')
+    request = json_format.MessageToJson(_example(), indent=None)
+    table.add_row("grpcurl", f"grpcurl -plaintext -d '{request}' {target} octavo.v1.GenerationService/GenerateStream")
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(f"\n[bold]Octavo is ready[/bold] after {seconds:.1f} s")
+    console.print(table)
+
+
+def _example() -> generation_pb2.GenerateStreamRequest:
+    return generation_pb2.GenerateStreamRequest(input=generation_pb2.GenerationInput(text="Once upon a time"))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module."""
+    app.command()(serve)

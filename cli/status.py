@@ -1,0 +1,59 @@
+"""octavo status: the processes of a running service, its queues and blocks."""
+
+from typing import Annotated
+
+import grpc
+import typer
+from google.protobuf import json_format
+from rich.console import Console
+from rich.table import Table
+
+from octavo.cli.client import DEFAULT_ADDRESS, Address
+from octavo.cli.errors import CommandError
+from octavo.v1 import admin_pb2, admin_pb2_grpc
+
+_TIMEOUT_S = 5.0
+
+
+def status(
+    address: Address = DEFAULT_ADDRESS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print GetStatusResponse as JSON.")] = False,
+) -> None:
+    """Show each process with role, pid, epoch and state; queues; blocks."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            answer = admin_pb2_grpc.AdminServiceStub(channel).GetStatus(
+                admin_pb2.GetStatusRequest(), timeout=_TIMEOUT_S
+            )
+        except grpc.RpcError as error:
+            raise CommandError(f"{address}: {error.code().name}: {error.details()}") from error
+    if as_json:
+        typer.echo(
+            json_format.MessageToJson(
+                answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+            )
+        )
+    else:
+        _show(answer)
+
+
+def _show(answer: admin_pb2.GetStatusResponse) -> None:
+    console = Console()
+    state = "ready" if answer.ready else f"not ready: {answer.reason}"
+    console.print(f"{', '.join(answer.models)}: {state}, context {answer.max_model_len} tokens")
+    table = Table("role", "pid", "state", "epoch", "boot id", box=None)
+    for process in answer.processes:
+        table.add_row(process.role, str(process.pid), process.state, f"{process.epoch:x}", process.boot_id)
+    console.print(table)
+    if answer.HasField("scheduler"):
+        held = answer.scheduler
+        console.print(
+            f"requests: {held.running_requests} running, {held.waiting_requests} waiting; "
+            f"blocks: {held.free_blocks} of {held.total_blocks} free (size {held.block_size}); "
+            f"steps: {held.steps}; preemptions: {held.preemptions}"
+        )
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module."""
+    app.command()(status)
