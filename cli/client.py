@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -101,7 +101,7 @@ def _stream(stub: rpc.GenerationServiceStub, request: pb.GenerationInput) -> str
     """
     call = stub.GenerateStream(pb.GenerateStreamRequest(input=request))
     pieces = []
-    with _cancelled_by_ctrl_c(call):
+    with _cancelled_by_ctrl_c(call.cancel):
         try:
             for event in call:
                 if event.WhichOneof("event") == "delta":
@@ -115,8 +115,8 @@ def _stream(stub: rpc.GenerationServiceStub, request: pb.GenerationInput) -> str
 
 
 @contextmanager
-def _cancelled_by_ctrl_c(call: "grpc.Future[pb.GenerateStreamResponse]") -> Iterator[None]:
-    previous = signal.signal(signal.SIGINT, lambda *_: call.cancel())
+def _cancelled_by_ctrl_c(cancel: Callable[[], object]) -> Iterator[None]:
+    previous = signal.signal(signal.SIGINT, lambda *_: cancel())
     try:
         yield
     finally:

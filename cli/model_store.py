@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ DEMO = "demo"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
 """Never code, never pickled weights."""
+_UNKNOWN = f"model {{!r}} is neither a folder, nor a hub name (owner/model), nor {DEMO!r}"
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,25 @@ def resolve(name: str) -> Model:
         return Model(fetch(DEMO), (demo_model.NAME, DEMO))
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not is_complete(path):
             raise ConfigurationError(f"{path} is no model folder: it has no config.json")
         return Model(path.absolute(), (path.absolute().name,))
     if _HUB_NAME.fullmatch(name):
         return Model(fetch(name), (name,))
-    raise ConfigurationError(f"model {name!r} is neither a folder, nor a hub name (owner/model), nor {DEMO!r}")
+    raise ConfigurationError(_UNKNOWN.format(name))
+
+
+def locate(name: str) -> Path:
+    """Return the folder of a model that is on this disk; nothing is fetched.
+
+    Raises:
+        ConfigurationError: there is no such model.
+    """
+    path = Path(name).expanduser()
+    folder = path.absolute() if name != DEMO and path.is_dir() else folder_of(name)
+    if not is_complete(folder):
+        raise ConfigurationError(f"there is no model {name!r}: neither {path} nor {folder} has a config.json")
+    return folder
 
 
 def folder_of(name: str) -> Path:
@@ -62,8 +77,11 @@ def fetch(name: str) -> Path:
     """Fetch a model into the store, unless it is there; return its folder.
 
     Raises:
+        ConfigurationError: the name is no name of a model.
         CommandError: it cannot be fetched; the message says why.
     """
+    if name != DEMO and not _HUB_NAME.fullmatch(name):
+        raise ConfigurationError(_UNKNOWN.format(name))
     folder = folder_of(name)
     if is_complete(folder):
         return folder
@@ -71,6 +89,7 @@ def fetch(name: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder):
             if not is_complete(folder):  # another process may have fetched it while this one waited
+                _remove_leftovers(folder)
                 if name == DEMO:
                     demo_model.fetch(folder)
                 else:
@@ -90,6 +109,12 @@ def _lock(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what fetches of this model left behind that were killed; the lock says that none is running."""
+    for leftover in folder.parent.glob(f"{demo_model.temporary_prefix(folder)}*"):
+        shutil.rmtree(leftover)
+
+
 def _fetch_from_hub(name: str, folder: Path) -> None:
     from huggingface_hub import snapshot_download  # only this path needs it, and it takes half a second
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -100,7 +125,7 @@ def _fetch_from_hub(name: str, folder: Path) -> None:
     try:
         snapshot_download(name, local_dir=partial, allow_patterns=_HUB_FILES)
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, ValueError) as error:
-        raise CommandError(f"{name} could not be fetched from the hub: {error}") from error
+        raise CommandError(f"{name} could not be fetched from the hub: {' '.join(str(error).split())}") from error
     if not (partial / "config.json").is_file():
         raise CommandError(f"{name} has no config.json: it is no model of transformers")
     partial.rename(folder)

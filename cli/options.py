@@ -5,12 +5,13 @@ The command line wins over the environment, the environment over the file, the f
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 import yaml
 
 MAX_CONFIG_BYTES = 2**20
+_NOT_IN_FILES = ("config", "help", "exit_with_parent")
 
 
 def option(flag: str, panel: str, words: str, **more: Any) -> Any:
@@ -36,13 +37,14 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     if not isinstance(values, dict):
         raise typer.BadParameter(f"{path} holds no mapping of options")
     # Names in files are written as flags are, or with underscores; parameters are matched by their Python name.
-    known = {p.opts[0].removeprefix("--").replace("-", "_"): p.name for p in context.command.params if p.name}
-    defaults = {}
+    known = {p.opts[0].removeprefix("--").replace("-", "_"): p for p in context.command.params}
+    defaults: dict[str, Any] = {}
     for key, value in values.items():
-        name = known.get(str(key).replace("-", "_"))
-        if name is None:
+        parameter = known.get(str(key).replace("-", "_"))
+        if parameter is None or parameter.name in (None, *_NOT_IN_FILES):
             raise typer.BadParameter(f"{path} names {key!r}, which {context.command.name} does not have")
-        defaults[name] = value
+        many = parameter.multiple and not isinstance(value, list)
+        defaults[str(parameter.name)] = [value] if many else value
     context.default_map = {**(context.default_map or {}), **defaults}
     return path
 
@@ -82,12 +84,17 @@ MaxMessageBytes = Annotated[
 Grace = Annotated[
     float, option("--grace", _LISTEN, "Seconds that running streams get after SIGTERM.", callback=_positive(float))
 ]
-Device = Annotated[str, option("--device", _MODEL, "auto, cpu or cuda.")]
+BackendName = Literal["auto", "cpu", "reference"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormatName = Literal["auto", "dummy"]
+LevelName = Literal["debug", "info", "warning", "error"]
+
 Backend = Annotated[
-    str, option("--backend", _MODEL, "auto, cpu, or reference (bits do not depend on the batch; slower).")
+    BackendName,
+    option("--backend", _MODEL, "Kernels: auto (cpu), or reference, whose ids do not depend on the batch; slower."),
 ]
-Dtype = Annotated[str, option("--dtype", _MODEL, "auto (float32 on the CPU), float32, bfloat16 or float16.")]
-LoadFormat = Annotated[str, option("--load-format", _MODEL, "auto, or dummy (random weights).")]
+Dtype = Annotated[DtypeName, option("--dtype", _MODEL, "Of weights and KV cache; auto: float32.")]
+LoadFormat = Annotated[LoadFormatName, option("--load-format", _MODEL, "auto: safetensors; dummy: random weights.")]
 NumThreads = Annotated[int | None, option("--num-threads", _MODEL, "Threads of the worker; default: all cores.", min=1)]
 Seed = Annotated[int, option("--seed", _MODEL, "Seed of dummy weights.")]
 MaxModelLen = Annotated[
@@ -127,5 +134,5 @@ SchedulerAddress = Annotated[
         "--scheduler-address", _PROCESS, "ipc:///folder/name or tcp://127.0.0.1:port; default: in the runtime folder."
     ),
 ]
-LogLevel = Annotated[str, option("--log-level", _PROCESS, "debug, info, warning or error.")]
+LogLevel = Annotated[LevelName, option("--log-level", _PROCESS, "Least level of what is logged.")]
 ExitWithParent = Annotated[int | None, typer.Option("--exit-with-parent", hidden=True)]

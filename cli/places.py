@@ -7,6 +7,11 @@ from pathlib import Path
 
 from octavo.cli.errors import ConfigurationError
 
+DEFAULT_SOCKET = "scheduler"
+MAX_SOCKET_PATH_BYTES = 107
+"""Of Linux: sun_path less its final zero."""
+_LONGEST_SOCKET = f"{DEFAULT_SOCKET}-65535"
+
 
 def models_folder() -> Path:
     """Return $OCTAVO_HOME/models; without OCTAVO_HOME the user's cache folder takes its place."""
@@ -44,6 +49,26 @@ def runtime_folder() -> Path:
     return folder
 
 
-def default_scheduler_address(name: str = "scheduler") -> str:
-    """Return the ipc address of the scheduler's socket in the runtime folder."""
-    return f"ipc://{runtime_folder()}/{name}"
+def default_scheduler_address(name: str = DEFAULT_SOCKET) -> str:
+    """Return the ipc address of the scheduler's socket in the runtime folder.
+
+    Raises:
+        ConfigurationError: the runtime folder is unsafe, cannot be made, or its path is too long.
+    """
+    folder = runtime_folder()
+    check_socket_paths(folder)
+    return f"ipc://{folder}/{name}"
+
+
+def check_socket_paths(folder: Path) -> None:
+    """Check that the paths of sockets in this folder are short enough for the system.
+
+    Raises:
+        ConfigurationError: they are not.
+    """
+    size = len(os.fsencode(folder / _LONGEST_SOCKET))
+    if size > MAX_SOCKET_PATH_BYTES:
+        raise ConfigurationError(
+            f"the runtime folder {folder} is too long: the path of a socket in it would have {size} bytes, "
+            f"limit {MAX_SOCKET_PATH_BYTES}"
+        )

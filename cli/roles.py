@@ -5,8 +5,10 @@ import sys
 import typer
 
 from octavo.cli import logs, options, parent
-from octavo.cli.model_store import Model, resolve
+from octavo.cli.model_store import resolve
 from octavo.cli.places import default_scheduler_address
+
+_DEFAULT_BACKEND = "cpu"
 
 
 def frontend(
@@ -81,7 +83,6 @@ def scheduler(
 
 def worker(
     model: options.ModelArgument,
-    device: options.Device = "auto",
     backend: options.Backend = "auto",
     dtype: options.Dtype = "auto",
     load_format: options.LoadFormat = "auto",
@@ -108,8 +109,7 @@ def worker(
             WorkerConfig(
                 model_path=resolve(model).folder,
                 address=scheduler_address or default_scheduler_address(),
-                device=device,
-                backend=backend,
+                backend=_DEFAULT_BACKEND if backend == "auto" else backend,
                 dtype=dtype,
                 block_size=block_size,
                 max_model_len=max_model_len,
@@ -135,6 +135,3 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
     for command in (frontend, scheduler, worker):
         app.command()(command)
-
-
-__all__ = ["Model", "register"]

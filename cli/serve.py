@@ -33,7 +33,6 @@ def serve(
     served_model_name: options.ServedModelName = None,
     max_message_bytes: options.MaxMessageBytes = 16 * 2**20,
     grace: options.Grace = 30.0,
-    device: options.Device = "auto",
     backend: options.Backend = "auto",
     dtype: options.Dtype = "auto",
     load_format: options.LoadFormat = "auto",
@@ -80,7 +79,6 @@ def serve(
             found,
             common,
             {
-                "device": device,
                 "backend": backend,
                 "dtype": dtype,
                 "load-format": load_format,
@@ -109,7 +107,7 @@ def serve(
         ),
     ]
     supervisor = Supervisor(children, grace_s=grace + _EXTRA_GRACE_S)
-    sys.exit(asyncio.run(_run(supervisor, f"{host}:{grpc_port}", started)))
+    sys.exit(asyncio.run(_run(supervisor, f"{_reachable(host)}:{grpc_port}", started)))
 
 
 def _child(role: str, model: Model, common: dict[str, str], settings: dict[str, object]) -> ChildSpec:
@@ -128,6 +126,12 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
             raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def _reachable(host: str) -> str:
+    """Return how a client on this machine writes the host in an address."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host.strip("[]"), host.strip("[]"))
+    return f"[{host}]" if ":" in host else host
 
 
 async def _run(supervisor: Supervisor, target: str, started: float) -> int:

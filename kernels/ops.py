@@ -1,77 +1,119 @@
-"""The operations of a backend as one value, so that models name operations and never implementations."""
+"""The operations a backend offers, and the choice of one by name."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from octavo.kernels import reference
-from octavo.kernels.cpu import attention, dense
+from octavo.kernels import cpu, reference
 
 
-class RmsNorm(Protocol):
-    """See octavo.kernels.reference.rms_norm."""
+class Ops(Protocol):
+    """One signature for each operation; ``octavo.kernels.reference`` and ``sampling`` define what they do.
 
-    def __call__(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, /
-    ) -> tuple[Tensor, Tensor]:
-        """Return the normalised tokens and the new residual."""
+    A backend is a module with these functions. T: tokens of the step over all rows, R: rows of the step, S: sampling
+    rows, P: rows with penalties, H: hidden size, nq and nkv: query and key heads, d: head size, B: block size, V:
+    vocabulary size.
+    """
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[T, H], [H] -> normalised [T, H] and the new residual [T, H]."""
+        ...
+
+    def prepare_weight(self, weight: Tensor) -> Tensor:
+        """[N, K] -> what this backend's ``linear`` takes; called once, after loading."""
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[T, K], prepared [N, K], [N] -> [T, N]."""
+        ...
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """[T, 2I], gate first -> [T, I]."""
+        ...
+
+    def rotary_cos_sin(self, inv_freq: Tensor, max_positions: int, scaling: float = 1.0) -> Tensor:
+        """[r/2] -> [max_positions, r] fp32."""
+        ...
+
+    def rotary_and_write_kv(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Rotate q and k, write k and v into the caches [num_blocks, B, nkv, d]; -> rotated q [T, nq, d]."""
+        ...
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """[T, nq, d], caches, tables [R, max_blocks] int32, [R + 1] int32, [R] int32 -> [T, nq, d]."""
+        ...
+
+    def copy_blocks(self, key_cache: Tensor, value_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+        """Copy blocks src [n] to dst [n] in both caches, in place."""
+        ...
+
+    def apply_allowed(self, logits: Tensor, rows: Tensor, ids: Tensor) -> None:
+        """Forbid every id of the named rows that no pair (row, id) names, in place."""
+        ...
+
+    def apply_logit_bias(self, logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
+        """Add values at (row, id) pairs, in place."""
+        ...
+
+    def apply_penalties(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        prompt_mask: Tensor,
+        output_counts: Tensor,
+        presence: Tensor,
+        frequency: Tensor,
+        repetition: Tensor,
+    ) -> None:
+        """Penalise what occurred in the rows [P] named, in place."""
+        ...
+
+    def filter_logits(self, logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> None:
+        """Mask to -inf what min-p, top-k and top-p leave out, in place; logits stay unscaled."""
+        ...
+
+    def sample(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, choice_index: Tensor, positions: Tensor
+    ) -> Tensor:
+        """Draw one id a row -> [S] int64; -1 where nothing is left."""
+        ...
+
+    def logprobs(self, raw_logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """-> logprob [S], rank [S], top_ids [S, k], top_logprobs [S, k]."""
+        ...
+
+    def first_nonfinite(self, logits: Tensor) -> Tensor:
+        """-> [S] bool: the row's raw logits hold NaN or +inf, or nothing finite."""
         ...
 
 
-class Linear(Protocol):
-    """See octavo.kernels.reference.linear."""
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
-        """Return x W^T + b."""
-        ...
-
-
-@dataclass(frozen=True)
-class Ops:
-    """Implementations of all operations that a model runs; octavo.kernels.reference defines each."""
-
-    name: str
-    linear: Linear
-    rms_norm: RmsNorm
-    silu_and_mul: Callable[[Tensor], Tensor]
-    rotary_and_write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-    paged_attention: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
-    copy_blocks: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-
-
-_BACKENDS = {
-    "reference": Ops(
-        name="reference",
-        linear=reference.linear,
-        rms_norm=reference.rms_norm,
-        silu_and_mul=reference.silu_and_mul,
-        rotary_and_write_kv=reference.rotary_and_write_kv,
-        paged_attention=reference.paged_attention,
-        copy_blocks=reference.copy_blocks,
-    ),
-    "cpu": Ops(
-        name="cpu",
-        linear=dense.linear,
-        rms_norm=dense.rms_norm,
-        silu_and_mul=dense.silu_and_mul,
-        rotary_and_write_kv=reference.rotary_and_write_kv,
-        paged_attention=attention.paged_attention,
-        copy_blocks=reference.copy_blocks,
-    ),
-}
+_BACKENDS: dict[str, Ops] = {"cpu": cpu, "reference": reference}
 
 BACKENDS = tuple(_BACKENDS)
 """Names of the backends."""
 
 
 def get_ops(backend: str) -> Ops:
-    """Return the operations of a backend.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
+    """Return the operations of a backend: "cpu" or "reference". Raises ValueError for any other name."""
     if backend not in _BACKENDS:
-        raise ValueError(f"backend {backend!r} is unknown; there are {', '.join(BACKENDS)}")
+        raise ValueError(f"unknown kernel backend {backend!r}; known: {', '.join(BACKENDS)}")
     return _BACKENDS[backend]

@@ -1,68 +1,55 @@
-"""Counter-based noise: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+"""Counter-based noise: Philox4x32-10 and the Gumbel noise that sampling draws from it.
 
-A random word is a function of a key and a counter alone, so a token's noise depends on its request's seed, its choice
-and its place, never on the batch, on preemption or on the device.
+A value is a pure function of (seed, choice index, position, vocabulary id): it needs no generator state and depends
+neither on the batch nor on what was drawn before. Source: Salmon et al. 2011, "Parallel random numbers: as easy as
+1, 2, 3".
 """
 
 import torch
 from torch import Tensor
 
-_MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
-_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
-_ROUNDS = 10
-_MASK = 0xFFFFFFFF
+ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MASK32 = 0xFFFFFFFF
 
 
-def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Return four random 32-bit words for each counter.
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
+    """Encrypt counters with keys: int64 tensors of 32-bit words that broadcast together.
 
-    Args:
-        counter: four int64 tensors that broadcast together, values in [0, 2**32).
-        key: two int64 tensors that broadcast with them, values in [0, 2**32).
-
-    Returns:
-        Four int64 tensors of the broadcast shape, values in [0, 2**32).
-    """
+    Returns the four output words in int64, stacked in a last dimension [..., 4]."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(_ROUNDS):
-        # int64 products wrap around, but their 64 bits are those of the unsigned product.
-        product_0, product_1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
+    for _ in range(ROUNDS):
+        # Products wrap modulo 2^64, so their bits are right although int64 is signed.
+        low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
-            (product_1 >> 32 & _MASK) ^ c1 ^ k0,
-            product_1 & _MASK,
-            (product_0 >> 32 & _MASK) ^ c3 ^ k1,
-            product_0 & _MASK,
+            (high >> 32 & _MASK32) ^ c1 ^ k0,
+            high & _MASK32,
+            (low >> 32 & _MASK32) ^ c3 ^ k1,
+            low & _MASK32,
         )
-        k0, k1 = k0 + _WEYL_0 & _MASK, k1 + _WEYL_1 & _MASK
-    return c0, c1, c2, c3
+        k0, k1 = k0 + _WEYL[0] & _MASK32, k1 + _WEYL[1] & _MASK32
+    return torch.stack((c0, c1, c2, c3), dim=-1)
 
 
-def gumbel(seed: int, choice: int, position: int, ids: Tensor) -> Tensor:
-    """Return Gumbel(0, 1) noise for the ids of one drawing: argmax(logits + noise) samples from softmax(logits).
+def exponential_noise(seed: int, choice_index: int, position: int, ids: Tensor) -> Tensor:
+    """Standard exponential noise for vocabulary ids [n] int64 -> [n] float64, always positive and finite.
 
-    The counter is (id // 4, position, choice, 0), the word id % 4; 23 of its bits make a uniform number that is never 0
-    or 1, so the noise is finite and at most 16.7.
-
-    Args:
-        seed: 64 bits, the key.
-        choice: index among the request's choices.
-        position: place of the drawn token in the output.
-        ids: [n] int64.
-
-    Returns:
-        [n] float32.
+    ``seed`` holds 64 bits, signed or not. The word of an id is lane ``id % 4`` of the counter
+    ``(id // 4, position, choice_index, 0)`` under the key (low word, high word) of the seed. Word w gives the uniform
+    u = (w + 1/2) / 2^32 in (0, 1) and the noise -log(1 - u), which is finest near 0, where the winners are.
     """
-    words = _words_of(seed, choice, position, ids)
-    uniform = ((words >> 9).float() + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
+    device = ids.device
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    key = (zero + (seed & _MASK32), zero + (seed >> 32 & _MASK32))
+    words = philox4x32((ids >> 2, zero + (position & _MASK32), zero + (choice_index & _MASK32), zero), key)
+    word = words.gather(-1, (ids & 3).unsqueeze(-1)).squeeze(-1)
+    return -torch.log1p((word.double() + 0.5) * -(2.0**-32))
 
 
-def _words_of(seed: int, choice: int, position: int, ids: Tensor) -> Tensor:
-    groups, inverse = torch.unique_consecutive(ids // 4, return_inverse=True)
-    scalar = ids.new_tensor
-    words = philox4x32(
-        (groups, scalar(position), scalar(choice), scalar(0)), (scalar(seed & _MASK), scalar(seed >> 32 & _MASK))
-    )
-    expanded = torch.stack([w.expand_as(groups) for w in words], dim=-1)  # [groups, 4]
-    return expanded.flatten()[inverse * 4 + ids % 4]
+def exponential_noise_of_vocabulary(
+    seed: int, choice_index: int, position: int, vocabulary: int, device: torch.device
+) -> Tensor:
+    """``exponential_noise`` of all ids below ``vocabulary`` -> [vocabulary] float64; four ids share one counter."""
+    return exponential_noise(seed, choice_index, position, torch.arange(vocabulary, device=device))

@@ -1,78 +1,105 @@
-"""What each operation is, in plain PyTorch; every other implementation is tested against this file.
+"""The reference backend: plain PyTorch that defines every model operation.
 
-It is also a backend of its own: the bits of a token's result depend neither on the batch around it, nor on how its
-prompt was cut into chunks, nor on the blocks its keys lie in. Three rules give that:
+Its law: the bits of one token's result depend neither on the other tokens of the step, nor on their number, nor on
+the token's place among them, nor on how a prompt was cut into chunks, nor on which blocks hold its keys. Three means
+give it. Matrix products run in tiles of one fixed shape, padded with zeros. Reductions run along a token's own
+contiguous values. Elementwise functions are those whose vector code and scalar remainder agree in every bit
+(``exp`` does; ``sigmoid`` and ``silu`` do not).
 
-* matrix products run in fixed tiles of TILE_ROWS rows, padded with zeros, so the library always sees one shape;
-* sums over keys run in tiles of TILE_KEYS keys, padded with zeros, added in the order of the keys;
-* functions whose vector and scalar versions differ in the last bit (silu) are spelled out through ones that do not.
-
-tests/kernels/test_invariance.py holds torch to the assumptions behind these rules.
+Sampling operations are the same for every backend: ``octavo.kernels.sampling``.
 """
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-TILE_ROWS = 16
-TILE_KEYS = 64
-_MAX_TILES_AT_ONCE = 512
-"""Query tiles in one batched product, which bounds the memory of a long prefill."""
+from octavo.kernels.sampling import (
+    apply_allowed,
+    apply_logit_bias,
+    apply_penalties,
+    filter_logits,
+    first_nonfinite,
+    logprobs,
+    sample,
+)
 
+__all__ = [
+    "apply_allowed",
+    "apply_logit_bias",
+    "apply_penalties",
+    "copy_blocks",
+    "filter_logits",
+    "first_nonfinite",
+    "linear",
+    "logprobs",
+    "paged_attention",
+    "prepare_weight",
+    "rms_norm",
+    "rotary_and_write_kv",
+    "rotary_cos_sin",
+    "sample",
+    "silu_and_mul",
+]
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply by a weight matrix: x W^T + b.
-
-    Args:
-        x: [num_tokens, in_features].
-        weight: [out_features, in_features], same dtype.
-        bias: [out_features].
-
-    Returns:
-        [num_tokens, out_features].
-    """
-    num_tokens, in_features = x.shape
-    out = x.new_empty(num_tokens, weight.shape[0])
-    for start in range(0, num_tokens, TILE_ROWS):
-        rows = min(TILE_ROWS, num_tokens - start)
-        tile = x[start : start + rows]
-        if rows < TILE_ROWS:
-            tile = torch.cat((tile, x.new_zeros(TILE_ROWS - rows, in_features)))
-        out[start : start + rows] = torch.nn.functional.linear(tile, weight)[:rows]
-    return out if bias is None else out.add_(bias)
+LINEAR_TILE_ROWS = 16
+QUERY_TILE = 16
+KEY_TILE = 64
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Add the residual, then normalise: r = x + residual; r / sqrt(mean(r^2) + eps) * weight (arXiv:1910.07467).
+    """Root-mean-square normalisation, after the residual is added.
 
-    The arithmetic of the norm is float32; the scaled value is cast back before the weight is applied, as Llama does.
-
-    Args:
-        x: [num_tokens, hidden].
-        weight: [hidden].
-        eps: added to the mean square.
-        residual: [num_tokens, hidden], or None for zeros.
-
-    Returns:
-        The normalised tokens and r, both [num_tokens, hidden].
+    ``x`` and ``residual`` are [T, H], ``weight`` is [H]. Returns ``(out, residual)``, both [T, H] in ``x``'s dtype: the
+    returned residual is ``x + residual``, or ``x`` itself where none came in. Arithmetic is fp32; the normalised value
+    is rounded to ``x``'s dtype before it meets the weight, as Llama does. Source: Zhang and Sennrich 2019.
     """
-    summed = x if residual is None else x + residual
-    wide = summed.float()
+    total = x if residual is None else x + residual
+    wide = total.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype), summed
+    return weight * (wide * scale).to(total.dtype), total
+
+
+def prepare_weight(weight: Tensor) -> Tensor:
+    """Return the [N, K] weight in the form in which ``linear`` of this backend wants it: here, itself."""
+    return weight
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``: x [T, K], weight [N, K] (from ``prepare_weight``), bias [N] -> [T, N]."""
+    num_tokens = x.shape[0]
+    padded = functional.pad(x, (0, 0, 0, -num_tokens % LINEAR_TILE_ROWS))
+    out = x.new_empty(padded.shape[0], weight.shape[0])
+    for start in range(0, padded.shape[0], LINEAR_TILE_ROWS):
+        tile = slice(start, start + LINEAR_TILE_ROWS)
+        out[tile] = functional.linear(padded[tile], weight, bias)
+    return out[:num_tokens]
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Gate: silu(x[:, :n]) * x[:, n:], silu(g) = g / (1 + exp(-g)).
-
-    Args:
-        x: [num_tokens, 2 n], the gate first.
-
-    Returns:
-        [num_tokens, n].
-    """
+    """Gated activation: x [T, 2I], gate in the first half -> ``silu(gate) * up`` [T, I], arithmetic in fp32."""
     gate, up = x.chunk(2, dim=-1)
-    wide = gate.contiguous().float()
-    return (wide / (1.0 + torch.exp(-wide))).to(x.dtype) * up
+    wide = gate.float()
+    # The exponential and a division: torch's own silu rounds its vector remainder differently.
+    activated = wide / (1.0 + torch.exp(-wide))
+    return activated.to(x.dtype) * up
+
+
+def rotary_cos_sin(inv_freq: Tensor, max_positions: int, scaling: float = 1.0) -> Tensor:
+    """Build the rotary cache [max_positions, d] in fp32 from inverse frequencies [d/2] (radians a position).
+
+    The first half of a row holds the cosines, the second half the sines, both times ``scaling``. ``d`` is the number of
+    rotated dimensions of a head. Source: Su et al. 2021, arXiv 2104.09864.
+    """
+    positions = torch.arange(max_positions, dtype=torch.float32, device=inv_freq.device)
+    angles = torch.outer(positions, inv_freq.float())
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * scaling
+
+
+def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first ``2 * cos.shape[-1]`` dimensions of x [T, n, d] by cos and sin [T, 1, r/2]; the rest passes."""
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def rotary_and_write_kv(
@@ -85,33 +112,27 @@ def rotary_and_write_kv(
     value_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Rotate queries and keys by their positions (arXiv:2104.09864, halves as pairs) and store keys and values.
+    """Rotate queries and keys, then write keys and values to the cache in place.
 
-    Args:
-        q: [num_tokens, num_heads, head_size].
-        k: [num_tokens, num_kv_heads, head_size].
-        v: [num_tokens, num_kv_heads, head_size].
-        positions: [num_tokens] int64.
-        cos_sin: [max_positions, head_size] float32: cosines of the head_size / 2 angles, then sines.
-        key_cache: [num_blocks, block_size, num_kv_heads, head_size], written in place.
-        value_cache: as key_cache, written in place.
-        slot_mapping: [num_tokens] int64: block * block_size + offset; -1 stores nothing.
-
-    Returns:
-        The rotated queries, as q.
+    q [T, nq, d], k and v [T, nkv, d], positions [T] int64, cos_sin [max_positions, r] fp32 with r <= d (see
+    ``rotary_cos_sin``), caches [num_blocks, B, nkv, d], slot_mapping [T] int64: block * B + offset, or -1 for a token
+    that writes nothing. Slots of one step are distinct. Halves are rotated against each other (NeoX style), in q's
+    dtype. Returns the rotated queries [T, nq, d].
     """
-    cos, sin = cos_sin[positions].to(q.dtype)[:, None, :].chunk(2, dim=-1)
-    rotated = _rotate(q, cos, sin)
-    stored = slot_mapping >= 0
-    slots = slot_mapping[stored]
-    key_cache.flatten(0, 1).index_copy_(0, slots, _rotate(k, cos, sin)[stored])
-    value_cache.flatten(0, 1).index_copy_(0, slots, v[stored])
-    return rotated
+    half = cos_sin.shape[-1] // 2
+    rows = cos_sin[positions].to(q.dtype).unsqueeze(1)  # [T, 1, r]
+    cos, sin = rows[..., :half], rows[..., half:]
+    written = (slot_mapping >= 0).nonzero().squeeze(-1)
+    slots = slot_mapping[written]
+    key_cache.flatten(0, 1)[slots] = rotate_half(k, cos, sin)[written].to(key_cache.dtype)
+    value_cache.flatten(0, 1)[slots] = v[written].to(value_cache.dtype)
+    return rotate_half(q, cos, sin)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+def copy_blocks(key_cache: Tensor, value_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    """Copy whole blocks in place: caches [num_blocks, ...], src and dst [n] int64; all reads precede all writes."""
+    key_cache[dst] = key_cache[src]
+    value_cache[dst] = value_cache[src]
 
 
 def paged_attention(
@@ -123,97 +144,93 @@ def paged_attention(
     seq_lens: Tensor,
     scale: float,
 ) -> Tensor:
-    """Attend causally to keys and values that lie in blocks (arXiv:2309.06180), many sequences of any length at once.
+    """Causal attention of a mixed batch over paged keys and values.
 
-    out = softmax(scale q K^T) V, in float32. The queries of row r are the last of its seq_lens[r] tokens, so the i-th of
-    its n queries sees seq_lens[r] - n + i + 1 keys. Slots behind a sequence's end are never read.
+    q [T, nq, d]; caches [num_blocks, B, nkv, d]; block_tables [R, max_blocks] int32; query_start [R + 1] int32: row r
+    owns the queries ``query_start[r] : query_start[r + 1]``; seq_lens [R] int32: keys visible to the row's last query
+    (computed before plus new). Query i of the n of a row sees the first ``seq_len - n + i + 1`` keys. ``nq`` is a
+    multiple of ``nkv``; head h reads key head ``h // (nq / nkv)``. Slots at or behind a row's seq_len are never read.
+    Returns [T, nq, d]; queries that see no key, and tokens of no row, give zeros.
 
-    Args:
-        q: [num_tokens, num_heads, head_size]; num_heads is a multiple of num_kv_heads.
-        key_cache: [num_blocks, block_size, num_kv_heads, head_size].
-        value_cache: as key_cache.
-        block_tables: [num_rows, max_blocks] int32.
-        query_start: [num_rows + 1] int32: row r owns tokens query_start[r] to query_start[r + 1].
-        seq_lens: [num_rows] int32: keys that the row's last query sees; 0 gives zeros.
-        scale: factor of the scores.
-
-    Returns:
-        [num_tokens, num_heads, head_size].
+    Each query is computed in a tile of 16 queries against tiles of 64 keys in ascending order with a running softmax
+    (Milakov and Gimelshein 2018, arXiv 1805.02867); a tile that a query does not see leaves its bits as they were.
     """
-    out = torch.zeros_like(q)
-    block_size = key_cache.shape[1]
-    starts, lengths = query_start.tolist(), seq_lens.tolist()
-    for row, length in enumerate(lengths):
-        begin, end = starts[row], starts[row + 1]
-        if length == 0 or begin == end:
-            continue
-        slots = _slots(block_tables[row], length, block_size)
-        keys = _key_tiles(key_cache.flatten(0, 1)[slots])
-        values = _key_tiles(value_cache.flatten(0, 1)[slots])
-        out[begin:end] = _attend(q[begin:end], keys, values, length, scale)
-    return out
-
-
-def _slots(block_table: Tensor, length: int, block_size: int) -> Tensor:
-    token = torch.arange(length, device=block_table.device)
-    return block_table[token // block_size].long() * block_size + token % block_size
-
-
-def _key_tiles(x: Tensor) -> Tensor:
-    """[length, num_kv_heads, head_size] -> [num_kv_heads, num_tiles, TILE_KEYS, head_size] float32, zero-padded."""
-    length, num_kv_heads, head_size = x.shape
-    padded = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -length % TILE_KEYS))
-    return padded.permute(1, 0, 2).reshape(num_kv_heads, -1, TILE_KEYS, head_size)
-
-
-def _attend(q: Tensor, keys: Tensor, values: Tensor, length: int, scale: float) -> Tensor:
-    num_queries, num_heads, head_size = q.shape
-    num_kv_heads = keys.shape[0]
+    num_tokens, num_heads, head_size = q.shape
+    num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads
-    # Each query tile holds TILE_ROWS (query, head of the group) pairs of one KV head.
-    pairs = q.float().view(num_queries, num_kv_heads, group, head_size).transpose(0, 1).flatten(1, 2)
-    pairs = torch.nn.functional.pad(pairs, (0, 0, 0, -pairs.shape[1] % TILE_ROWS))
-    num_tiles = pairs.shape[1] // TILE_ROWS
-    query = torch.arange(num_tiles * TILE_ROWS, device=q.device) // group
-    visible = (length - num_queries + 1 + query).clamp(max=length).view(num_tiles, TILE_ROWS)
-    out = torch.empty_like(pairs)
-    for head in range(num_kv_heads):
-        for start in range(0, num_tiles, _MAX_TILES_AT_ONCE):
-            part = slice(start, min(num_tiles, start + _MAX_TILES_AT_ONCE))
-            tiles = pairs[head].view(num_tiles, TILE_ROWS, head_size)[part]
-            out[head].view(num_tiles, TILE_ROWS, head_size)[part] = _attend_tiles(
-                tiles, keys[head], values[head], visible[part], scale
-            )
-    real = out[:, : num_queries * group].reshape(num_kv_heads, num_queries, group, head_size)
-    return real.transpose(0, 1).reshape(num_queries, num_heads, head_size).to(q.dtype)
+    rows, tokens, limits = _query_tiles(query_start, seq_lens, num_tokens)
+    out = q.new_zeros(num_tokens + 1, num_heads, head_size)  # the last line takes what the padding computes
+    if rows.numel() == 0:
+        return out[:num_tokens]
+    padded = functional.pad(q, (0, 0, 0, 0, 0, 1))
+    tiles = padded[tokens].view(-1, QUERY_TILE, num_kv_heads, group, head_size)
+    tiles = tiles.transpose(1, 2).reshape(-1, num_kv_heads, QUERY_TILE * group, head_size).float()
+    visible = limits.repeat_interleave(group, dim=1)  # [tiles, 16 * group]
+    attended = _attend_tiles(tiles, visible, key_cache, value_cache, block_tables[rows].long(), scale)
+    attended = attended.view(-1, num_kv_heads, QUERY_TILE, group, head_size).transpose(1, 2).flatten(2, 3)
+    out[tokens] = attended.to(q.dtype)
+    return out[:num_tokens]
 
 
-def _attend_tiles(tiles: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Attend with query tiles [n, TILE_ROWS, d] to key tiles [m, TILE_KEYS, d]; visible [n, TILE_ROWS] keys of each."""
-    num_tiles, num_key_tiles = tiles.shape[0], keys.shape[0]
-    scores = []
-    for t in range(num_key_tiles):
-        place = torch.arange(t * TILE_KEYS, (t + 1) * TILE_KEYS, device=tiles.device)
-        score = torch.bmm(tiles, keys[t].T.expand(num_tiles, -1, -1)) * scale
-        scores.append(score.masked_fill_(place >= visible[..., None], float("-inf")))
-    highest = torch.stack([s.amax(-1) for s in scores]).amax(0)[..., None]
-    total = tiles.new_zeros(num_tiles, TILE_ROWS, 1)
-    out = torch.zeros_like(tiles)
-    for t in range(num_key_tiles):
-        weight = torch.exp(scores[t] - highest)
-        total += weight.sum(-1, keepdim=True)
-        out += torch.bmm(weight, values[t].expand(num_tiles, -1, -1))
-    return out / total
+def _query_tiles(query_start: Tensor, seq_lens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut every row's queries into tiles of 16.
 
-
-def copy_blocks(key_cache: Tensor, value_cache: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy whole blocks within the caches; no block may be both a source and a target.
-
-    Args:
-        key_cache: [num_blocks, block_size, num_kv_heads, head_size], written in place.
-        value_cache: as key_cache.
-        source: [n] int64 blocks.
-        target: [n] int64 blocks, distinct.
+    Returns the row of each tile [tiles], its token places [tiles, 16] (``num_tokens`` for padding) and the number of
+    keys each query sees [tiles, 16] (0 for padding), tiles with the most keys first.
     """
-    key_cache[target] = key_cache[source]
-    value_cache[target] = value_cache[source]
+    starts, lens = query_start.tolist(), seq_lens.tolist()
+    found: list[tuple[int, int, int, int]] = []  # most keys, row, first token, first limit
+    for row, seq_len in enumerate(lens):
+        start, end = starts[row], starts[row + 1]
+        if seq_len == 0:
+            continue
+        for first in range(start, end, QUERY_TILE):
+            last = min(first + QUERY_TILE, end) - 1
+            found.append((seq_len - (end - 1 - last), row, first, seq_len - (end - 1 - first)))
+    found.sort(key=lambda tile: -tile[0])
+    columns = torch.tensor(found, dtype=torch.int64, device=query_start.device).reshape(-1, 4)
+    most, rows, first_token, first_limit = columns.unbind(1)
+    lane = torch.arange(QUERY_TILE, device=query_start.device)
+    limits = first_limit[:, None] + lane
+    inside = limits <= most[:, None]
+    tokens = torch.where(inside, first_token[:, None] + lane, num_tokens)
+    return rows, tokens, torch.where(inside, limits, 0).clamp_min(0)
+
+
+def _attend_tiles(
+    q: Tensor, visible: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, scale: float
+) -> Tensor:
+    """Attend q [tiles, nkv, M, d] fp32, whose line m sees ``visible`` [tiles, M] keys of its table [tiles, blocks].
+
+    Tiles come with the most keys first, so those that still have keys are always a prefix.
+    """
+    num_tiles, num_kv_heads, lines, _ = q.shape
+    block_size = key_cache.shape[1]
+    keys_flat, values_flat = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+    most = visible.amax(dim=1)  # [tiles], descending
+    peak = q.new_full((num_tiles, num_kv_heads, lines, 1), float("-inf"))
+    mass = torch.zeros_like(peak)
+    acc = torch.zeros_like(q)
+    lane = torch.arange(KEY_TILE, device=q.device)
+    for start in range(0, int(most[0]), KEY_TILE):
+        active = int((most > start).sum())
+        place = start + lane  # [64]
+        exists = place < most[:active, None]  # [active, 64]
+        # Keys that do not exist are read from the row's own first slot and then zeroed, so no foreign slot is touched.
+        place = torch.where(exists, place, 0)
+        slots = tables[:active].gather(1, place // block_size) * block_size + place % block_size
+        gone = ~exists[:, None, :, None]
+        k = keys_flat[slots].transpose(1, 2).float().masked_fill(gone, 0.0)  # [active, nkv, 64, d]
+        v = values_flat[slots].transpose(1, 2).float().masked_fill(gone, 0.0)
+        hidden = (start + lane) >= visible[:active, None, :, None]  # [active, 1, M, 64]
+        scores = (torch.matmul(q[:active], k.transpose(2, 3)) * scale).masked_fill(hidden, float("-inf"))
+        old = peak[:active]
+        new = torch.maximum(old, scores.amax(dim=-1, keepdim=True))
+        # A line that has seen no key yet keeps a peak of -inf; 0 in its place avoids inf - inf.
+        base = new.masked_fill(new == float("-inf"), 0.0)
+        weights = torch.exp(scores - base)
+        decay = torch.exp(old - base)
+        mass[:active] = mass[:active] * decay + weights.sum(dim=-1, keepdim=True)
+        acc[:active] = acc[:active] * decay + torch.matmul(weights, v)
+        peak[:active] = new
+    return torch.where(mass > 0, acc / mass, 0.0)

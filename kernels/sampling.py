@@ -1,168 +1,180 @@
-"""From logits to ids: masks, penalties, filters, drawing, log-probabilities. Every row is computed by itself.
+"""Sampling operations on logits [S, V], the same code for the CPU backends.
 
-The order of the steps is the caller's (and the public contract's): allowed ids, min_tokens and logit bias, penalties,
-temperature, min-p, top-k, top-p.
+The order in which a step applies them: ``apply_allowed``, ``apply_logit_bias`` (also minus infinity for ids that may
+not come yet), ``apply_penalties``, ``filter_logits``, ``sample``. Log-probabilities and the check for non-finite values
+take the raw logits. A row's result depends on that row alone, bit for bit: what reduces over the vocabulary does so
+row by row or in chunks of fixed size.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from octavo.kernels.philox import gumbel
+from octavo.kernels.philox import exponential_noise, exponential_noise_of_vocabulary
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this draw the most likely id."""
+"""Temperatures below this mean: the most likely id."""
 
-NEGATIVE_INFINITY = float("-inf")
-_SMALL_SORT = 1024
-"""Ids that the nucleus is looked for among before the whole vocabulary is sorted."""
-
-
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities of one drawn token under the raw logits."""
-
-    logprob: float
-    rank: int  # from 1
-    top_ids: Tensor  # [k] int64, most likely first
-    top_logprobs: Tensor  # [k] float32
+_SUM_CHUNK = 1024
+_TOP_P_FIRST_TRY = 256
+_SPARSE_SHARE = 8  # noise is drawn id by id when fewer than one id in this many survives
 
 
-def has_nonfinite(logits: Tensor) -> Tensor:
-    """Say for each row whether it holds a NaN or an infinity.
-
-    Args:
-        logits: [num_rows, vocab] float32, before any mask.
-
-    Returns:
-        [num_rows] bool.
-    """
-    # The sum of finite float32 numbers could overflow; that of their halves' exponents cannot: use min and max instead.
-    return ~(torch.isfinite(logits.amax(-1)) & torch.isfinite(logits.amin(-1)))
+def apply_allowed(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
+    """In the rows named by the pairs (rows [n], ids [n]) int64, set to -inf every id that no pair names. In place."""
+    kept = logits[rows, ids]
+    logits[rows] = float("-inf")
+    logits[rows, ids] = kept
 
 
-def keep_only(logits: Tensor, ids: Tensor) -> None:
-    """Mask all ids but these, in place.
-
-    Args:
-        logits: [vocab] float32.
-        ids: [n] int64.
-    """
-    kept = logits[ids]
-    logits.fill_(NEGATIVE_INFINITY)
-    logits[ids] = kept
+def apply_logit_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
+    """Add values [n] fp32 (finite, or -inf to forbid) at (rows [n], ids [n]) int64 of logits [S, V]. In place."""
+    logits.index_put_((rows, ids), values, accumulate=True)
 
 
 def apply_penalties(
-    logits: Tensor, seen: Tensor, output_counts: Tensor, presence: float, frequency: float, repetition: float
+    logits: Tensor,
+    rows: Tensor,
+    prompt_mask: Tensor,
+    output_counts: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
 ) -> None:
-    """Make ids less likely that were seen, in place.
+    """Penalise tokens that occurred, in the P rows of logits [S, V] that ``rows`` [P] int64 names (each once). In place.
 
-    Repetition (arXiv:1909.05858) divides positive and multiplies negative logits of ids in prompt or output; frequency
-    is subtracted for each time that the output holds an id, presence once if it does.
-
-    Args:
-        logits: [vocab] float32.
-        seen: [vocab] bool: ids in prompt or output.
-        output_counts: [vocab] int64: how often the output holds each id.
-        presence: factor.
-        frequency: factor.
-        repetition: factor, 1 changes nothing.
+    prompt_mask [P, V] bool: the id is in the prompt; output_counts [P, V] int32: how often it was generated; presence,
+    frequency, repetition [P] fp32. Repetition (> 0, 1 is none; Keskar et al. 2019, arXiv 1909.05858) looks at prompt
+    and output: positive logits are divided by it, others multiplied. Then ``frequency * count`` and, where the count is
+    not 0, ``presence`` are subtracted; these look at the output only.
     """
-    if repetition != 1.0:
-        penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
-        torch.where(seen, penalised, logits, out=logits)
-    if frequency != 0.0 or presence != 0.0:
-        logits.sub_(frequency * output_counts + presence * (output_counts > 0))
+    chosen = logits[rows]
+    generated = output_counts > 0
+    factor = torch.where(prompt_mask | generated, repetition[:, None], 1.0)
+    chosen = torch.where(chosen > 0, chosen / factor, chosen * factor)
+    chosen -= frequency[:, None] * output_counts
+    chosen -= presence[:, None] * generated
+    logits[rows] = chosen
 
 
-def survivors(logits: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
-    """Return the ids that the filters leave, in ascending order; at least one.
+def filter_logits(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> None:
+    """Set to -inf what min-p, then top-k, then top-p leave out, judged at the row's temperature. In place.
 
-    min-p keeps ids of at least min_p times the highest probability; top-k the k most likely (lower ids first among
-    equals); top-p the smallest set of the most likely of these whose share reaches top_p (arXiv:1904.09751).
-
-    Args:
-        logits: [vocab] float32, after the temperature; masked ids are -inf, at least one is finite.
-        min_p: in [0, 1]; 0 keeps all.
-        top_k: 0 keeps all.
-        top_p: in (0, 1]; 1 keeps all.
-
-    Returns:
-        [n] int64.
+    logits [S, V] stay unscaled (``sample`` divides by the temperature). temperature, min_p (0 is off), top_p (1 is off)
+    are [S] fp32, top_k [S] integer (0 or below is off). min-p keeps the ids whose probability is at least min_p times
+    the greatest. top-k keeps exactly k, of equal ones those with lower ids. top-p keeps the smallest set, from the most
+    likely down, whose mass within what is left reaches top_p (Holtzman et al. 2020, arXiv 1904.09751): at least one
+    id. Greedy rows and rows with all filters off are not looked at.
     """
-    floor = logits.max() + torch.log(logits.new_tensor(min_p)) if min_p > 0.0 else logits.new_tensor(NEGATIVE_INFINITY)
-    ids = torch.nonzero((logits >= floor) & (logits > NEGATIVE_INFINITY)).flatten()
-    if 0 < top_k < ids.numel():
-        ids = _most_likely(logits, ids, top_k)
-    if top_p < 1.0:
-        ids = _nucleus(logits, ids, top_p)
-    return ids.sort().values
+    vocabulary = logits.shape[1]
+    parameters = zip(temperature.tolist(), min_p.tolist(), top_k.tolist(), top_p.tolist(), strict=True)
+    for index, (row_temperature, row_min_p, row_top_k, row_top_p) in enumerate(parameters):
+        if row_temperature < GREEDY_BELOW:
+            continue
+        row = logits[index]
+        if row_min_p > 0.0:
+            # p >= min_p * p_max, as a threshold on unscaled logits.
+            row.masked_fill_(row.double() < row.max().double() + row_temperature * math.log(row_min_p), float("-inf"))
+        if 0 < row_top_k < vocabulary:
+            row.masked_fill_(~top_mask(row[None], row_top_k)[0], float("-inf"))
+        if row_top_p < 1.0:
+            _filter_top_p(row, row_temperature, row_top_p)
 
 
-def _most_likely(logits: Tensor, ids: Tensor, count: int) -> Tensor:
-    """Return the `count` most likely of these ascending ids, most likely first, lower ids first among equals."""
-    values = logits[ids]
-    least = torch.topk(values, count).values[-1]
-    candidates = ids[values >= least]
-    order = torch.sort(logits[candidates], descending=True, stable=True).indices
-    return candidates[order[:count]]
+def _filter_top_p(row: Tensor, temperature: float, top_p: float) -> None:
+    scaled = row.double() / temperature
+    norm = scaled.logsumexp(0)
+    for tried in (_TOP_P_FIRST_TRY, row.numel()):
+        if tried < row.numel():
+            candidates = (row >= row.topk(tried).values[-1]).nonzero().squeeze(-1)
+        else:
+            candidates = (row > float("-inf")).nonzero().squeeze(-1)
+        order = row[candidates].argsort(descending=True, stable=True)
+        ranked = candidates[order]
+        mass = (scaled[ranked] - norm).exp().cumsum(0)
+        # An id stays while the mass before it has not reached top_p.
+        num_kept = 1 + int((mass[:-1] < top_p).sum())
+        if num_kept < ranked.numel():
+            break
+    kept = ranked[:num_kept]
+    values = row[kept]
+    row.fill_(float("-inf"))
+    row[kept] = values
 
 
-def _nucleus(logits: Tensor, ids: Tensor, top_p: float) -> Tensor:
-    ascending = ids.sort().values
-    total = torch.logsumexp(logits[ascending].double(), 0)
-    count = min(_SMALL_SORT, ascending.numel())
-    while True:
-        ranked = _most_likely(logits, ascending, count)
-        share = torch.exp(logits[ranked].double() - total)
-        before = share.cumsum(0) - share  # what the more likely ids make together
-        kept = int((before < top_p).sum())
-        if kept < count or count == ascending.numel():
-            return ranked[: max(kept, 1)]
-        count = ascending.numel()
+def top_mask(values: Tensor, k: int) -> Tensor:
+    """Mark the k greatest of each row of values [S, V] (no NaN, 1 <= k <= V), of equal ones those with lower ids."""
+    kth = values.topk(k, dim=-1).values[:, -1:]
+    above, equal = values > kth, values == kth
+    room = k - above.sum(dim=-1, keepdim=True)
+    return above | (equal & (equal.cumsum(dim=-1) <= room))
 
 
-def draw(logits: Tensor, ids: Tensor, seed: int, choice: int, position: int) -> int:
-    """Draw one of the ids from softmax(logits[ids]) by the Gumbel-max trick.
+def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, choice_index: Tensor, positions: Tensor) -> Tensor:
+    """Draw one id a row: logits [S, V] fp32 without NaN or +inf, after all masks -> ids [S] int64.
 
-    Args:
-        logits: [vocab] float32, after the temperature.
-        ids: [n] int64, ascending: the ids that the filters left.
-        seed: 64 bits.
-        choice: index among the request's choices.
-        position: place of the token in the output.
+    temperature [S] fp32; seeds [S] int64 (the bits of an unsigned 64-bit seed); choice_index and positions [S] integer.
+    Below ``GREEDY_BELOW`` the greatest logit wins, of equal ones the lowest id. Else the greatest of
+    ``logit / temperature + Gumbel noise`` (Maddison et al. 2014, arXiv 1411.0030) wins, with the noise of
+    ``octavo.kernels.philox`` in float64: a pure function of (seed, choice index, position, id). A row in which no id is
+    left gives -1.
     """
-    if ids.numel() == 1:
-        return int(ids[0])
-    return int(ids[torch.argmax(logits[ids] + gumbel(seed, choice, position, ids))])
+    ids = logits.argmax(dim=-1)
+    settings = zip(temperature.tolist(), seeds.tolist(), choice_index.tolist(), positions.tolist(), strict=True)
+    for index, (row_temperature, seed, choice, position) in enumerate(settings):
+        if row_temperature >= GREEDY_BELOW:
+            ids[index] = _draw(logits[index], row_temperature, seed, choice, position)
+    left = logits.amax(dim=-1) > float("-inf")
+    return torch.where(left, ids, -1)
 
 
-def greedy(logits: Tensor) -> Tensor:
-    """Return the most likely id of each row, the lowest among equals.
+def _draw(row: Tensor, temperature: float, seed: int, choice_index: int, position: int) -> Tensor:
+    left = row > float("-inf")
+    if int(left.sum()) * _SPARSE_SHARE < row.numel():
+        candidates = left.nonzero().squeeze(-1)
+        if candidates.numel() == 0:
+            return row.new_tensor(-1, dtype=torch.int64)
+        noise = exponential_noise(seed, choice_index, position, candidates)
+        return candidates[(row[candidates].double() / temperature - noise.log()).argmax()]
+    noise = exponential_noise_of_vocabulary(seed, choice_index, position, row.numel(), row.device)
+    return (row.double() / temperature - noise.log()).argmax()
 
-    Args:
-        logits: [num_rows, vocab] float32.
 
-    Returns:
-        [num_rows] int64.
+def log_softmax_rows(logits: Tensor) -> Tensor:
+    """Log-softmax of [S, V] along V in fp32, each row's bits independent of the number of rows and of threads."""
+    wide = logits.float()
+    shifted = wide - wide.amax(dim=-1, keepdim=True)
+    padded = functional.pad(shifted.exp(), (0, -wide.shape[-1] % _SUM_CHUNK))
+    parts = padded.view(wide.shape[0], padded.shape[1] // _SUM_CHUNK, _SUM_CHUNK).sum(dim=-1)
+    normalised: Tensor = shifted - parts.sum(dim=-1, keepdim=True).log()
+    return normalised
+
+
+def logprobs(raw_logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities of chosen ids and of the most likely ones, from raw logits [S, V].
+
+    ids [S] int64, ``top`` >= 0 (at most V are returned). Returns ``logprob`` [S] fp32, ``rank`` [S] int64 (1 + the
+    number of strictly greater logits), ``top_ids`` [S, k] int64 and ``top_logprobs`` [S, k] fp32 with k = min(top, V),
+    sorted by log-probability descending, then id ascending.
     """
-    return torch.argmax(logits, dim=-1)
+    normalised = log_softmax_rows(raw_logits)
+    chosen = ids[:, None]
+    rank = 1 + (raw_logits > raw_logits.gather(1, chosen)).sum(dim=-1)
+    logprob = normalised.gather(1, chosen).squeeze(1)
+    k = min(top, raw_logits.shape[1])
+    if k == 0 or raw_logits.shape[0] == 0:
+        empty = ids.new_empty(raw_logits.shape[0], k)
+        return logprob, rank, empty, normalised.new_empty(raw_logits.shape[0], k)
+    # A row with NaN is at fault and reported elsewhere; here it must only not disturb its neighbours.
+    ordered = raw_logits.masked_fill(raw_logits.isnan(), float("-inf"))
+    top_ids = top_mask(ordered, k).nonzero()[:, 1].view(-1, k)  # ascending in each row
+    order = ordered.gather(1, top_ids).argsort(dim=-1, descending=True, stable=True)
+    top_ids = top_ids.gather(1, order)
+    return logprob, rank, top_ids, normalised.gather(1, top_ids)
 
 
-def token_logprobs(raw_logits: Tensor, drawn: int, top: int) -> TokenLogprobs:
-    """Return the log-probabilities of a drawn id and of the most likely ones.
-
-    Args:
-        raw_logits: [vocab] float32, before masks and penalties.
-        drawn: the id.
-        top: how many of the most likely ids; lower ids come first among equals.
-    """
-    logprobs = torch.log_softmax(raw_logits, dim=-1)
-    own = logprobs[drawn]
-    rank = int((logprobs > own).sum()) + 1
-    everything: Sequence[int] = raw_logits.shape
-    ids = torch.arange(everything[0], device=raw_logits.device)
-    best = _most_likely(logprobs, ids, min(top, everything[0])) if top else ids[:0]
-    return TokenLogprobs(float(own), rank, best, logprobs[best])
+def first_nonfinite(logits: Tensor) -> Tensor:
+    """Tell which rows of raw logits [S, V] hold NaN or +inf, or nothing above -inf -> [S] bool."""
+    return ~logits.amax(dim=-1).isfinite()

@@ -1,13 +1,21 @@
 """The KV cache: how many blocks there are, and their memory."""
 
+import math
+import mmap
+
 import psutil
 import torch
+from torch import Tensor
 
 from octavo.worker.config import WorkerConfig
 from octavo.worker.errors import MemoryShortage
 from octavo.worker.models.config import ModelConfig
 from octavo.worker.models.decoder import KVCache
 from octavo.worker.models.layers import Placement, ShardSpec
+
+
+MIN_BLOCKS = 2
+"""Of a cache: the null block, and one to write to."""
 
 
 def block_bytes(model: ModelConfig, shard: ShardSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -26,24 +34,32 @@ def allocate(config: WorkerConfig, model: ModelConfig, shard: ShardSpec, placeme
         MemoryShortage: the blocks asked for do not fit, or not even two do.
     """
     each = block_bytes(model, shard, config.block_size, placement.dtype)
-    num_blocks = config.num_gpu_blocks_override or config.kv_cache_memory_bytes // each
-    if num_blocks < 2:
+    num_blocks = config.kv_cache_memory_bytes // each
+    if config.num_gpu_blocks_override is not None:
+        num_blocks = config.num_gpu_blocks_override
+    elif num_blocks < MIN_BLOCKS:
         raise MemoryShortage(
-            f"the KV cache needs at least 2 blocks of {each} bytes, kv_cache_memory_bytes = {config.kv_cache_memory_bytes}"
+            f"the KV cache needs at least {MIN_BLOCKS} blocks of {each} bytes, "
+            f"kv_cache_memory_bytes = {config.kv_cache_memory_bytes}"
         )
-    needed, free = num_blocks * each, _free_bytes(placement.device)
+    needed, free = num_blocks * each, free_bytes(placement.device)
     if needed > free:
         raise MemoryShortage(f"the KV cache needs {needed} bytes for {num_blocks} blocks, {free} are free")
     kv_heads = shard.part(model.num_kv_heads, "KV heads")
     shape = (num_blocks, config.block_size, kv_heads.stop - kv_heads.start, model.head_size)
-    # zeros, not empty: fresh zero pages cost nothing until they are written, and hold no NaN.
-    return [
-        KVCache(*(torch.zeros(shape, dtype=placement.dtype, device=placement.device) for _ in range(2)))
-        for _ in range(model.num_layers)
-    ]
+    return [KVCache(_zeros(shape, placement), _zeros(shape, placement)) for _ in range(model.num_layers)]
 
 
-def _free_bytes(device: torch.device) -> int:
+def _zeros(shape: tuple[int, ...], placement: Placement) -> Tensor:
+    if placement.device.type != "cpu":
+        return torch.zeros(shape, dtype=placement.dtype, device=placement.device)
+    # torch.zeros would write every byte; anonymous memory is zero, and becomes resident only where it is written.
+    memory = mmap.mmap(-1, math.prod(shape) * placement.dtype.itemsize)
+    return torch.frombuffer(memory, dtype=placement.dtype).view(shape)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory of a device that is not in use."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)

@@ -30,6 +30,26 @@ class WorkerIdentity:
         return WorkerHello(PROTOCOL_VERSION, self._config_digest, self._boot_id, os.getpid(), facts=self.facts)
 
 
+class LoadingStopped(Exception):
+    """The process was told to stop while it loaded."""
+
+
+def keep_in_touch(peer: Peer, stop: StopSignal) -> None:
+    """Say Hello when it is due, while the loop does not run yet: the scheduler then knows that a worker is loading.
+
+    Raises:
+        LoadingStopped: the stop signal came.
+        PeerRefused: the scheduler will not have this worker.
+    """
+    if stop.requested():
+        raise LoadingStopped
+    for event in peer.step():
+        if isinstance(event, SessionBegan):
+            # Nobody can be welcomed without facts. What ends here is this session, not the worker.
+            peer.reset("welcomed while loading")
+            return
+
+
 class WorkerLoop:
     """Executes the plans of the current session in order; a new session starts with no rows, weights stay."""
 

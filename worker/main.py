@@ -14,7 +14,7 @@ from octavo.wire.signals import StopSignal
 from octavo.worker.config import WorkerConfig
 from octavo.worker.errors import StartError
 from octavo.worker.loading import load
-from octavo.worker.loop import WorkerIdentity, WorkerLoop
+from octavo.worker.loop import LoadingStopped, WorkerIdentity, WorkerLoop, keep_in_touch
 
 logger = logging.getLogger(__name__)
 
@@ -25,22 +25,30 @@ EXIT_CONFIGURATION = 2
 
 def run(config: WorkerConfig) -> int:
     """Load the model and serve plans until SIGTERM or SIGINT; return the exit code."""
-    with StopSignal() as stop, zmq.Context() as context:
-        try:
-            boot_id = new_boot_id()
-            identity = WorkerIdentity(model_digest(config.model_path), boot_id)
-            loaded = load(config)
-            identity.facts = loaded.facts
-            peer = Peer(DealerChannel(context, config.address, boot_id), identity.hello, time.monotonic)
-            try:
-                WorkerLoop(peer, loaded.runner, stop).run()
-            finally:
-                if not peer.channel.socket.closed:
-                    peer.channel.close()
-        except FileNotFoundError as error:
-            logger.error("%s: no such model folder or file", error.filename)
-            return EXIT_CONFIGURATION
-        except (StartError, WireError) as error:
-            logger.error("%s", error)
-            return EXIT_CONFIGURATION
+    try:
+        with StopSignal() as stop, zmq.Context() as context:
+            _serve(config, stop, context)
+    except FileNotFoundError as error:
+        logger.error("%s: no such model folder or file", error.filename)
+        return EXIT_CONFIGURATION
+    except (StartError, WireError) as error:
+        logger.error("%s", error)
+        return EXIT_CONFIGURATION
     return EXIT_OK
+
+
+def _serve(config: WorkerConfig, stop: StopSignal, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    boot_id = new_boot_id()
+    identity = WorkerIdentity(model_digest(config.model_path), boot_id)
+    peer = Peer(DealerChannel(context, config.address, boot_id), identity.hello, time.monotonic)
+    try:
+        loaded = load(config, lambda: keep_in_touch(peer, stop))
+        identity.facts = loaded.facts
+        peer.reset("the model is loaded")  # so that the next Hello, with the facts, goes out at once
+        WorkerLoop(peer, loaded.runner, stop).run()
+    except LoadingStopped:
+        logger.info("told to stop while loading")
+        peer.leave("the worker was told to stop")
+    finally:
+        if not peer.channel.socket.closed:
+            peer.channel.close()

@@ -5,12 +5,13 @@ never depend on sampled values, so a plan can be applied before the ids of the o
 Everything a plan names is checked here again; a contradiction is a PlanError, since guessing would damage other rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from octavo.wire.columns import unpack_ints
+from octavo.wire.errors import MalformedMessage
 from octavo.wire.ids import NULL_BLOCK
 from octavo.wire.plan import FLAG_SAMPLE, NewRow, StepPlan
 from octavo.worker.errors import PlanError
@@ -26,8 +27,8 @@ class RowState:
     num_prompt: int
     num_known: int  # ids in the row, sampled ones included
     num_computed: int  # tokens whose keys and values are in the cache
-    num_blocks: int
     sampler: RowSampler
+    blocks: set[int] = field(default_factory=set)  # of the row's table
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Rows:
         self.limits = limits
         self._device = device
         max_blocks = -(-limits.max_model_len // limits.block_size)
-        self._ids = torch.zeros(limits.max_num_seqs, limits.max_model_len, dtype=torch.int64, device=device)
+        # empty: a row's ids are written before they are read, and on the CPU what is never written costs nothing.
+        self._ids = torch.empty(limits.max_num_seqs, limits.max_model_len, dtype=torch.int64, device=device)
         self._tables = torch.zeros(limits.max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self._states: dict[int, RowState] = {}
 
@@ -115,6 +117,8 @@ class Rows:
         starts, sampling_rows, logits_index = [], [], []
         end = 0
         for row, count, flags in zip(rows, counts, unpack_ints(plan.flags), strict=True):
+            if flags not in (0, FLAG_SAMPLE):
+                raise PlanError(f"row {row} has flags {flags}, known are 0 and {FLAG_SAMPLE}")
             starts.append(self._advance(row, count, bool(flags & FLAG_SAMPLE)))
             end += count
             if flags & FLAG_SAMPLE:
@@ -123,14 +127,8 @@ class Rows:
         return PlannedBatch(self._forward_pass(rows, counts, starts, logits_index), sampling_rows)
 
     def store(self, row: int, token: int) -> None:
-        """Append a sampled id to a row.
-
-        Raises:
-            PlanError: the row is full.
-        """
+        """Append a sampled id to a row that sampled in this step; `batch` has seen that it has room."""
         state = self.state(row)
-        if state.num_known >= self.limits.max_model_len:
-            raise PlanError(f"row {row} has {state.num_known} tokens, limit {self.limits.max_model_len}")
         self._ids[row, state.num_known] = token
         state.num_known += 1
 
@@ -140,7 +138,11 @@ class Rows:
             raise PlanError(f"row {new.row}, limit {limits.max_num_seqs}")
         if new.row in self._states:
             raise PlanError(f"row {new.row} is live and cannot begin anew")
-        ids = unpack_ints(new.token_ids)
+        try:
+            ids = unpack_ints(new.token_ids)
+            sampler = RowSampler(new.sampling, new.choice, limits.vocab_size, self._device)
+        except (MalformedMessage, PlanError) as error:
+            raise PlanError(f"row {new.row} ({new.request}): {error}") from error
         if not 0 < len(ids) <= limits.max_model_len:
             raise PlanError(f"row {new.row} begins with {len(ids)} tokens, limit {limits.max_model_len}")
         if not (0 < new.num_prompt_tokens <= len(ids) and new.num_computed_tokens < len(ids)):
@@ -149,19 +151,20 @@ class Rows:
             )
         if min(ids) < 0 or max(ids) >= limits.vocab_size:
             raise PlanError(f"row {new.row} holds an id outside of [0, {limits.vocab_size})")
-        sampler = RowSampler(new.sampling, new.choice, limits.vocab_size, self._device)
         self._ids[new.row, : len(ids)] = torch.tensor(ids, device=self._device)
         self._states[new.row] = RowState(
-            new.request, new.num_prompt_tokens, len(ids), new.num_computed_tokens, 0, sampler
+            new.request, new.num_prompt_tokens, len(ids), new.num_computed_tokens, sampler
         )
 
     def _append(self, row: int, block: int) -> None:
         state = self.state(row)
         self._check_block(block)
-        if state.num_blocks >= self._tables.shape[1]:
-            raise PlanError(f"the table of row {row} is full ({state.num_blocks} blocks)")
-        self._tables[row, state.num_blocks] = block
-        state.num_blocks += 1
+        if len(state.blocks) >= self._tables.shape[1]:
+            raise PlanError(f"the table of row {row} is full ({len(state.blocks)} blocks)")
+        if block in state.blocks:
+            raise PlanError(f"block {block} is in the table of row {row} already")
+        self._tables[row, len(state.blocks)] = block
+        state.blocks.add(block)
 
     def _check_block(self, block: int) -> None:
         if not NULL_BLOCK < block < self.limits.num_blocks:
@@ -171,10 +174,15 @@ class Rows:
         """Count tokens as computed; return where they begin."""
         state = self.state(row)
         begin, end = state.num_computed, state.num_computed + count
-        if end > state.num_known or (samples and end != state.num_known):
-            raise PlanError(f"row {row} knows {state.num_known} tokens, the plan computes {begin} to {end}")
-        if end > state.num_blocks * self.limits.block_size:
-            raise PlanError(f"row {row} has {state.num_blocks} blocks, too few for {end} tokens")
+        if end > state.num_known or samples != (end == state.num_known):
+            sampling = "samples" if samples else "does not sample"
+            raise PlanError(
+                f"row {row} knows {state.num_known} tokens, the plan computes {begin} to {end} and {sampling}"
+            )
+        if samples and end == self.limits.max_model_len:
+            raise PlanError(f"row {row} has {end} tokens, the limit, and cannot take another")
+        if end > len(state.blocks) * self.limits.block_size:
+            raise PlanError(f"row {row} has {len(state.blocks)} blocks, too few for {end} tokens")
         state.num_computed = end
         return begin
 

@@ -5,6 +5,8 @@ the file the index says.
 """
 
 import json
+import logging
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,14 @@ from safetensors import SafetensorError, safe_open
 from octavo.worker.errors import WeightsError
 from octavo.worker.models.layers import Target
 
+logger = logging.getLogger(__name__)
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 * 2**20
 _NAMES_SHOWN = 5
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Of the dtypes that are read, whatever dtype the model runs in."""
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in total."""
@@ -38,15 +44,20 @@ def load_weights(
     filled: set[str] = set()
     unexpected: list[str] = []
     for path, expected_names in files.items():
+        end = done + path.stat().st_size
         for name, tensor_slice in _tensors(path, expected_names):
             if name in filled:
                 raise WeightsError(f"tensor {name} comes twice; the second time in {path}")
             if name in targets:
-                _fill(name, path, targets[name], tensor_slice)
+                target = targets[name]
+                _fill(name, path, target, tensor_slice)
                 filled.add(name)
+                read = math.prod(target.full_shape) * _ITEM_BYTES[tensor_slice.get_dtype()]
+                done = min(done + read, end)
+                progress(done, total)
             elif not is_ignored(name):
                 unexpected.append(name)
-        done += path.stat().st_size
+        done = end  # the header and what was ignored
         progress(done, total)
     missing = sorted(targets.keys() - filled)
     if missing:
@@ -77,24 +88,27 @@ def checkpoint_files(folder: Path) -> dict[Path, frozenset[str] | None]:
     if not index_path.exists():
         single = folder / SINGLE_FILE
         if not single.exists():
-            raise WeightsError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+            raise WeightsError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read")
         return {single: None}
     if index_path.stat().st_size > MAX_INDEX_BYTES:
         raise WeightsError(f"{index_path} has {index_path.stat().st_size} bytes, limit {MAX_INDEX_BYTES}")
     try:
         weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-        by_file: dict[str, set[str]] = {}
+        by_file: dict[Any, set[str]] = {}  # checked below
         for name, file in weight_map.items():
             by_file.setdefault(file, set()).add(name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{index_path} is no index: {type(error).__name__}: {error}") from error
     files: dict[Path, frozenset[str] | None] = {}
-    for file, names in sorted(by_file.items()):
-        if Path(file).name != file or not file.endswith(".safetensors"):
+    for file, names in by_file.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise WeightsError(f"{index_path} names {file!r}: expected the name of a .safetensors file in the folder")
         if not (folder / file).exists():
             raise WeightsError(f"{index_path} names {file}, which is not in {folder}")
         files[folder / file] = frozenset(names)
+    extra = sorted(path.name for path in folder.glob("*.safetensors") if path not in files)
+    if extra:
+        logger.warning("%s does not name %d files beside it, which are not read: %s", index_path, len(extra), _some(extra))
     return files
 
 
@@ -117,8 +131,8 @@ def _fill(name: str, path: Path, target: Target, tensor_slice: Any) -> None:
     dtype = tensor_slice.get_dtype()
     if shape != target.full_shape:
         raise WeightsError(f"tensor {name} in {path} has shape {list(shape)}, expected {list(target.full_shape)}")
-    if dtype not in ("F32", "F16", "BF16"):
-        raise WeightsError(f"tensor {name} in {path} has dtype {dtype}, expected F32, F16 or BF16")
+    if dtype not in _ITEM_BYTES:
+        raise WeightsError(f"tensor {name} in {path} has dtype {dtype}, expected {', '.join(_ITEM_BYTES)}")
     target.view.copy_(tensor_slice[target.part])
 
 

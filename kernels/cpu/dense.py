@@ -1,17 +1,36 @@
-"""Matrix product, norm and gate on the CPU; see octavo.kernels.reference for what each of them is."""
+"""Matrix product, norm and gate on the CPU; ``octavo.kernels.reference`` says what each of them is."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+_PACK_FOR_ROWS = 16
+"""Rows that the packed layout is chosen for; measured, it serves 1 to 512 rows well, while 1 serves many badly."""
+
+
+def prepare_weight(weight: Tensor) -> Tensor:
+    """Bring a [N, K] weight into the blocked layout of oneDNN, once.
+
+    Measured at the demo model's shapes with two threads, the product then takes a third to a half of the time of the
+    plain one at 4 to 32 rows. The result is opaque: only ``linear`` reads it. Without oneDNN it is the weight itself.
+    """
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not has_onednn or weight.dtype not in (torch.float32, torch.bfloat16):
+        return weight
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_FOR_ROWS)
+    return packed
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply by a weight matrix; see octavo.kernels.reference.linear."""
+    """Multiply by a weight matrix, packed or plain; see ``octavo.kernels.reference.linear``."""
+    if weight.is_mkldnn:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return product
     return functional.linear(x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Add the residual, then normalise; see octavo.kernels.reference.rms_norm."""
+    """Add the residual, then normalise; see ``octavo.kernels.reference.rms_norm``."""
     summed = x if residual is None else x + residual
     if x.dtype is torch.float32:
         return functional.rms_norm(summed, weight.shape, weight, eps), summed
@@ -21,6 +40,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Gate; see octavo.kernels.reference.silu_and_mul."""
+    """Gate; see ``octavo.kernels.reference.silu_and_mul``."""
     gate, up = x.chunk(2, dim=-1)
     return functional.silu(gate) * up

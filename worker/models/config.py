@@ -1,7 +1,7 @@
 """config.json of a model folder, checked, as the description that the decoder is built from."""
 
 import json
-import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,17 @@ class ModelConfig:
     tied_embeddings: bool
     dtype: str  # of the checkpoint: float32, float16 or bfloat16
 
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all weights together."""
+        q_size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        attention = (q_size + 2 * kv_size) * (self.hidden_size + self.qkv_bias)
+        attention += self.hidden_size * (q_size + self.output_bias)
+        mlp = 3 * self.intermediate_size * self.hidden_size
+        mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return embeddings + self.num_layers * (attention + mlp + 2 * self.hidden_size) + self.hidden_size
+
 
 def load_model_config(folder: Path) -> ModelConfig:
     """Read and check `folder`/config.json.
@@ -81,7 +92,11 @@ def parse_model_config(values: dict[str, Any]) -> ModelConfig:
     hidden_size = fields.count("hidden_size")
     num_heads = fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
-    head_size = fields.count("head_dim", hidden_size // num_heads or None)
+    if values.get("head_dim") is None and hidden_size % num_heads:
+        raise ModelConfigError(
+            f"hidden_size = {hidden_size} is no multiple of num_attention_heads = {num_heads}, and there is no head_dim"
+        )
+    head_size = fields.count("head_dim", hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise ModelConfigError(
             f"num_attention_heads = {num_heads} is no multiple of num_key_value_heads = {num_kv_heads}"
@@ -128,11 +143,13 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ModelConfigError(f"quantization_config: method {method!r} is not supported; only unquantised weights are")
-    if values.get("use_sliding_window"):
+    if _Fields(values).flag("use_sliding_window", False):
         raise ModelConfigError("use_sliding_window = true is not supported; only full attention is")
     layer_types = values.get("layer_types")
-    if layer_types is not None and set(layer_types) != {"full_attention"}:
-        raise ModelConfigError(f"layer_types {sorted(set(layer_types))} are not supported; only full_attention is")
+    if layer_types is not None and not (
+        isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types)
+    ):
+        raise ModelConfigError(f"layer_types = {layer_types!r} is not supported; only full_attention is")
 
 
 def _rope(fields: "_Fields", values: dict[str, Any]) -> RopeConfig:
@@ -143,7 +160,7 @@ def _rope(fields: "_Fields", values: dict[str, Any]) -> RopeConfig:
         if part is not None and not isinstance(part, dict):
             raise ModelConfigError(f"{key} = {part!r}: expected an object")
         given |= part or {}
-    kind = given.get("rope_type", given.get("type", "default"))
+    kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in SUPPORTED_ROPE_TYPES:
         raise ModelConfigError(f"rope type {kind!r} is not supported; supported are {', '.join(SUPPORTED_ROPE_TYPES)}")
     if values.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0)) != 1.0:
@@ -183,7 +200,7 @@ class _Fields:
 
     def number(self, name: str, default: float | None, above: float) -> float:
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= sys.float_info.max:
             raise ModelConfigError(f"{name} = {value!r}: expected a finite number above {above:g}")
         return float(value)
 

@@ -98,6 +98,8 @@ class RowParallel:
     ) -> None:
         self.weight = placement.empty(out_features, part.stop - part.start)
         self.bias = placement.empty(out_features) if bias else None
+        # The ranks' products are summed, so one of them alone may add the bias.
+        self._adds_bias = part.start == 0
         self.targets = {
             f"{prefix}.weight": Target(self.weight, (out_features, in_features), (slice(0, out_features), part))
         }
@@ -110,8 +112,8 @@ class RowParallel:
         self.targets.clear()
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
-        """Project [num_tokens, this rank's in_features] to [num_tokens, out_features]."""
-        return ops.linear(x, self.weight, self.bias)
+        """Project [num_tokens, this rank's in_features] to this rank's share of the sum: [num_tokens, out_features]."""
+        return ops.linear(x, self.weight, self.bias if self._adds_bias else None)
 
 
 def whole(view: Tensor) -> Target:

@@ -1,0 +1,81 @@
+"""AdminService: what the service is made of and what it holds."""
+
+import os
+from collections.abc import Callable
+
+import grpc
+
+from octavo.frontend.config import FrontendConfig
+from octavo.frontend.scheduler_client import SchedulerClient
+from octavo.v1 import admin_pb2, admin_pb2_grpc
+from octavo.wire.requests import StatusReport
+
+Context = grpc.aio.ServicerContext[admin_pb2.GetStatusRequest, admin_pb2.GetStatusResponse]
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """Answers for the whole service, with what the scheduler reports.
+
+    Args:
+        config: names and patience.
+        is_draining: whether this frontend is about to stop.
+    """
+
+    def __init__(self, config: FrontendConfig, is_draining: Callable[[], bool]) -> None:
+        self._config = config
+        self._is_draining = is_draining
+        self._client: SchedulerClient | None = None
+
+    def attach(self, client: SchedulerClient) -> None:
+        """Begin to ask the scheduler."""
+        self._client = client
+
+    async def GetStatus(  # noqa: N802
+        self, request: admin_pb2.GetStatusRequest, context: Context
+    ) -> admin_pb2.GetStatusResponse:
+        """Return the state of the service; without the scheduler's part if it does not answer in time."""
+        client = self._client
+        report = await client.status() if client is not None else None
+        response = admin_pb2.GetStatusResponse(models=self._config.served_model_names)
+        response.ready = client is not None and client.serving and not self._is_draining()
+        if not response.ready:
+            reason = "the model is being loaded" if client is None else client.reason
+            response.reason = "the frontend is about to stop" if self._is_draining() else reason
+        if client is not None and client.facts is not None:
+            response.max_model_len = client.facts.max_model_len
+        known = {process.boot_id for process in report.processes} if report is not None else set()
+        if client is None or client.boot_id not in known:
+            response.processes.append(self._own_status(client))
+        if report is not None:
+            _add_report(response, report)
+        return response
+
+    def _own_status(self, client: SchedulerClient | None) -> admin_pb2.ProcessStatus:
+        if self._is_draining():
+            state = "draining"
+        elif client is None:
+            state = "loading"
+        else:
+            state = "ready" if client.epoch else "connecting"
+        return admin_pb2.ProcessStatus(
+            role="frontend",
+            pid=os.getpid(),
+            boot_id=client.boot_id if client is not None else "",
+            epoch=client.epoch if client is not None else 0,
+            state=state,
+        )
+
+
+def _add_report(response: admin_pb2.GetStatusResponse, report: StatusReport) -> None:
+    for process in report.processes:
+        response.processes.add(
+            role=process.role, pid=process.pid, boot_id=process.boot_id, epoch=process.epoch, state=process.state
+        )
+    scheduler = response.scheduler
+    scheduler.running_requests = report.running
+    scheduler.waiting_requests = report.waiting
+    scheduler.total_blocks = report.total_blocks
+    scheduler.free_blocks = report.free_blocks
+    scheduler.block_size = report.block_size
+    scheduler.steps = report.steps
+    scheduler.preemptions = report.preemptions

@@ -1,0 +1,56 @@
+"""What a frontend is told at its start; read once, never changed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class FrontendConfig:
+    """Settings of one frontend process.
+
+    Attributes:
+        model_path: folder with tokenizer.json, config.json and, where the model has them, generation_config.json and a
+            chat template.
+        served_model_names: names under which clients ask for the model; the first is the default and is reported.
+        address: where the scheduler listens (ipc:///folder/name or tcp://127.0.0.1:port).
+        host, grpc_port: where this frontend listens; port 0 lets the system choose one.
+        reuse_port: whether several frontends share the port (SO_REUSEPORT).
+        max_message_bytes: largest request message; larger ones are RESOURCE_EXHAUSTED.
+        max_n: most choices of a request.
+        max_logprobs: most log-probabilities beside the drawn one.
+        max_stop_strings, max_stop_string_chars: number of stop strings of a request, and characters of each.
+        max_stop_token_ids, max_logit_bias, max_allowed_token_ids: most entries of these lists.
+        max_messages: most turns of a conversation.
+        max_streams: requests in this frontend at one time; more are RESOURCE_EXHAUSTED.
+        max_unsent_tokens: tokens of one stream that its client has not read yet; beyond it the client is too slow, and
+            its stream ends RESOURCE_EXHAUSTED.
+        grace_s: how long running requests may go on after SIGTERM.
+        recovery_timeout_s: how long requests wait for a scheduler that is gone, before they end UNAVAILABLE and new
+            ones are refused.
+        unready_after_s: how long a pause may last until health says NOT_SERVING.
+        status_timeout_s: how long GetStatus waits for the scheduler.
+        num_tokenizer_threads: threads that tokenise and render.
+    """
+
+    model_path: Path
+    served_model_names: tuple[str, ...]
+    address: str
+    host: str = "127.0.0.1"
+    grpc_port: int = 50051
+    reuse_port: bool = False
+    max_message_bytes: int = 16 * 2**20
+    max_n: int = 128
+    max_logprobs: int = 20
+    max_stop_strings: int = 16
+    max_stop_string_chars: int = 1024
+    max_stop_token_ids: int = 256
+    max_logit_bias: int = 1024
+    max_allowed_token_ids: int = 65536
+    max_messages: int = 4096
+    max_streams: int = 4096
+    max_unsent_tokens: int = 8192
+    grace_s: float = 30.0
+    recovery_timeout_s: float = 120.0
+    unready_after_s: float = 10.0
+    status_timeout_s: float = 2.0
+    num_tokenizer_threads: int = 2

@@ -1,0 +1,196 @@
+"""What can go wrong with a call, named by what the caller can do about it, and the one table to gRPC statuses.
+
+    ServiceError
+      InvalidArgument             change the named field
+        ContextLengthExceeded     shorten the prompt or ask for fewer tokens
+      ModelNotFound               ask for a served model
+      QueueFull                   come back later: the scheduler's queue is full
+      TooManyStreams              come back later: this frontend holds its most requests
+      SlowReader                  read faster
+      Unavailable                 come back later: loading, no worker, recovery took too long
+        Draining                  go to another frontend
+      DeadlineExceeded            allow more time
+      InternalError               report it with the request id
+
+Each status carries google.rpc details: always ErrorInfo{reason, domain, metadata}, and what the table adds.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
+
+ERROR_DOMAIN = "octavo"
+
+MAX_ERROR_BYTES = 1000
+"""Of a status message: it travels percent-encoded and twice more in the details, within 8 KiB of metadata."""
+
+DEFAULT_RETRY_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class ServiceError(Exception):
+    """Base of every error that a caller sees. The message is for people and holds no secrets, paths or prompts."""
+
+    message: str
+    metadata: dict[str, str] = field(default_factory=dict, kw_only=True)
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(eq=False)
+class InvalidArgument(ServiceError):
+    """The named field cannot be what it is, whatever the state of the service.
+
+    Attributes:
+        field_path: path of the field from the request message, as `input.sampling.top_p`.
+    """
+
+    field_path: str = field(kw_only=True)
+
+    def __str__(self) -> str:
+        return f"{self.field_path}: {self.message}"
+
+
+@dataclass(eq=False)
+class ContextLengthExceeded(InvalidArgument):
+    """Prompt, or prompt and max_tokens together, do not fit the model's context."""
+
+
+@dataclass(eq=False)
+class ModelNotFound(ServiceError):
+    """No such model is served here."""
+
+    model: str = field(kw_only=True)
+
+
+@dataclass(eq=False)
+class RetryableError(ServiceError):
+    """Base of what may succeed later."""
+
+    retry_after_s: float = field(default=DEFAULT_RETRY_S, kw_only=True)
+
+
+class QueueFull(RetryableError):
+    """The scheduler's waiting queue is full."""
+
+
+class TooManyStreams(RetryableError):
+    """This frontend holds as many requests as it may."""
+
+
+class SlowReader(RetryableError):
+    """The client left more tokens unread than a stream may hold."""
+
+
+class Unavailable(RetryableError):
+    """Nobody can do the work at the moment."""
+
+
+class Draining(Unavailable):
+    """This frontend is about to stop and takes no new requests."""
+
+
+class DeadlineExceeded(ServiceError):
+    """The caller's time is over."""
+
+
+class InternalError(ServiceError):
+    """This request failed inside; others are not affected."""
+
+
+DetailMaker = Callable[[ServiceError, str], Message]
+
+
+@dataclass(frozen=True)
+class _Rule:
+    code: grpc.StatusCode
+    reason: str
+    details: tuple[DetailMaker, ...] = ()
+
+
+def _bad_request(error: ServiceError, _request_id: str) -> Message:
+    path = error.field_path if isinstance(error, InvalidArgument) else ""
+    violation = error_details_pb2.BadRequest.FieldViolation(field=path, description=_bounded(error.message))
+    return error_details_pb2.BadRequest(field_violations=[violation])
+
+
+def _resource_info(error: ServiceError, _request_id: str) -> Message:
+    name = error.model if isinstance(error, ModelNotFound) else ""
+    return error_details_pb2.ResourceInfo(resource_type="model", resource_name=_bounded(name, 200))
+
+
+def _retry_info(error: ServiceError, _request_id: str) -> Message:
+    info = error_details_pb2.RetryInfo()
+    seconds = error.retry_after_s if isinstance(error, RetryableError) else DEFAULT_RETRY_S
+    info.retry_delay.FromMilliseconds(max(1, round(seconds * 1000)))
+    return info
+
+
+def _request_info(_error: ServiceError, request_id: str) -> Message:
+    return error_details_pb2.RequestInfo(request_id=request_id)
+
+
+RULES: dict[type[ServiceError], _Rule] = {
+    InvalidArgument: _Rule(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", (_bad_request,)),
+    ContextLengthExceeded: _Rule(grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED", (_bad_request,)),
+    ModelNotFound: _Rule(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", (_resource_info,)),
+    QueueFull: _Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", (_retry_info,)),
+    TooManyStreams: _Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS", (_retry_info,)),
+    SlowReader: _Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER", (_retry_info,)),
+    Unavailable: _Rule(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", (_retry_info,)),
+    Draining: _Rule(grpc.StatusCode.UNAVAILABLE, "DRAINING", (_retry_info,)),
+    DeadlineExceeded: _Rule(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
+    InternalError: _Rule(grpc.StatusCode.INTERNAL, "INTERNAL", (_request_info,)),
+}
+"""Every error that is raised, by its exact class."""
+
+ABSTRACT_ERRORS: frozenset[type[ServiceError]] = frozenset({ServiceError, RetryableError})
+"""Bases that are never raised themselves."""
+
+
+def to_status(error: ServiceError, request_id: str) -> status_pb2.Status:
+    """Return the status of an error, with its google.rpc details."""
+    rule = RULES[type(error)]
+    info = error_details_pb2.ErrorInfo(reason=rule.reason, domain=ERROR_DOMAIN, metadata=error.metadata)
+    details = [_pack(info), *(_pack(make(error, request_id)) for make in rule.details)]
+    return status_pb2.Status(code=rule.code.value[0], message=_bounded(str(error)), details=details)
+
+
+async def abort(
+    context: "grpc.aio.ServicerContext[Any, Any]", error: ServiceError, request_id: str
+) -> NoReturn:
+    """End a call with the status of an error.
+
+    Raises:
+        grpc.aio.AbortError: always; it must reach the server.
+    """
+    status = to_status(error, request_id)
+    trailing = ((rpc_status.GRPC_DETAILS_METADATA_KEY, status.SerializeToString()),)
+    await context.abort(RULES[type(error)].code, status.message, trailing)
+
+
+def internal_error(request_id: str) -> InternalError:
+    """Log the exception being handled and return what the caller is told of it: nothing but the request id."""
+    _log.exception("request %s failed", request_id)
+    return InternalError(f"internal error; the log names it by request id {request_id}")
+
+
+def _pack(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _bounded(text: str, limit: int = MAX_ERROR_BYTES) -> str:
+    data = text.encode("utf-8", "replace")
+    return text if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "..."

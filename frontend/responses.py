@@ -1,0 +1,114 @@
+"""From chunks and ends to the public messages."""
+
+from google.protobuf.duration_pb2 import Duration
+
+from octavo.frontend.choice import ChoiceEnd, Chunk
+from octavo.frontend.streams import Stream
+from octavo.frontend.tokenizer import ModelTokenizer
+from octavo.v1 import generation_pb2 as pb
+from octavo.wire.columns import unpack_floats, unpack_ints
+from octavo.wire.requests import ChoiceLogprobs, FinishReason
+
+_REASONS: dict[FinishReason, pb.FinishReason] = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+def started_event(stream: Stream, request_id: str, model: str) -> pb.GenerateStreamResponse:
+    """Return the first event of a stream."""
+    started = pb.Started(
+        request_id=request_id,
+        model=model,
+        prompt_tokens=stream.journal.call.num_prompt_tokens,
+        cached_prompt_tokens=stream.num_cached_tokens,
+    )
+    return pb.GenerateStreamResponse(started=started)
+
+
+def delta_event(stream: Stream, chunk: Chunk, tokenizer: ModelTokenizer) -> pb.GenerateStreamResponse:
+    """Return a chunk as an event."""
+    delta = pb.Delta(index=chunk.index, text=chunk.text, first_token=chunk.first_token)
+    if stream.journal.call.params.token_ids:
+        ids = stream.choices[chunk.index].ids
+        delta.token_ids.extend(ids[chunk.first_token : chunk.first_token + chunk.num_tokens])
+    if chunk.logprobs:
+        delta.logprobs.extend(_token_logprobs(stream, chunk, tokenizer))
+    return pb.GenerateStreamResponse(delta=delta)
+
+
+def finished_event(stream: Stream, index: int, end: ChoiceEnd, is_last: bool) -> pb.GenerateStreamResponse:
+    """Return a choice's end as an event; the last one carries the usage of the request."""
+    finished = pb.Finished(
+        index=index,
+        finish_reason=_REASONS[end.reason],
+        stop_string=end.stop_string,
+        stop_token_id=end.stop_token_id,
+        usage=_usage(stream) if is_last else None,
+        completion_tokens=end.num_tokens,
+    )
+    return pb.GenerateStreamResponse(finished=finished)
+
+
+def whole_response(stream: Stream, request_id: str, model: str, tokenizer: ModelTokenizer) -> pb.GenerateResponse:
+    """Return the answer of a stream that has ended well and of which nothing was taken."""
+    params = stream.journal.call.params
+    choices = [pb.Choice(index=i) for i in range(len(stream.choices))]
+    for item in stream.take(stream.journal.call.max_tokens):
+        if isinstance(item, Chunk):
+            choice = choices[item.index]
+            choice.text += item.text
+            choice.logprobs.extend(_token_logprobs(stream, item, tokenizer))
+        else:
+            index, end = item
+            choice = choices[index]
+            choice.finish_reason = _REASONS[end.reason]
+            if end.stop_string is not None:
+                choice.stop_string = end.stop_string
+            if end.stop_token_id is not None:
+                choice.stop_token_id = end.stop_token_id
+            if params.token_ids:
+                choice.token_ids.extend(stream.choices[index].ids)
+            if params.logprobs is not None:
+                choice.cumulative_logprob = sum(entry.logprob for entry in choice.logprobs)
+    return pb.GenerateResponse(request_id=request_id, model=model, choices=choices, usage=_usage(stream))
+
+
+def _token_logprobs(stream: Stream, chunk: Chunk, tokenizer: ModelTokenizer) -> list[pb.TokenLogprob]:
+    ids = stream.choices[chunk.index].ids
+    return [_token_logprob(ids[entry.position], entry, tokenizer) for entry in chunk.logprobs]
+
+
+def _token_logprob(token_id: int, entry: ChoiceLogprobs, tokenizer: ModelTokenizer) -> pb.TokenLogprob:
+    raw = tokenizer.token_bytes(token_id)
+    top = []
+    for rank, (top_id, logprob) in enumerate(zip(unpack_ints(entry.top_ids), unpack_floats(entry.top_logprobs)), 1):
+        top_raw = tokenizer.token_bytes(top_id)
+        text = top_raw.decode("utf-8", "replace")
+        top.append(pb.TopLogprob(token_id=top_id, text=text, raw=top_raw, logprob=logprob, rank=rank))
+    return pb.TokenLogprob(
+        token_id=token_id,
+        text=raw.decode("utf-8", "replace"),
+        raw=raw,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top=top,
+    )
+
+
+def _usage(stream: Stream) -> pb.Usage:
+    timings = stream.timings
+    return pb.Usage(
+        prompt_tokens=stream.journal.call.num_prompt_tokens,
+        cached_prompt_tokens=stream.num_cached_tokens,
+        completion_tokens=stream.journal.num_completion_tokens,
+        queue_time=_duration(timings.queue_s),
+        prefill_time=_duration(timings.prefill_s),
+        decode_time=_duration(timings.decode_s),
+    )
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(max(0.0, seconds) * 1e9))
+    return duration

@@ -1,0 +1,276 @@
+"""The frontend's session with the scheduler, on the asyncio loop.
+
+A ZeroMQ socket's descriptor is edge-triggered: it becomes readable when something has changed, and is silent until it
+has been asked what. So after everything that touches the socket its events are read, and it is drained.
+"""
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from octavo.frontend.config import FrontendConfig
+from octavo.frontend.errors import Unavailable
+from octavo.frontend.streams import Stream, StreamTable
+from octavo.wire.channel import HEARTBEAT_INTERVAL_S, DealerChannel
+from octavo.wire.codec import FromPeer, FromScheduler
+from octavo.wire.errors import WireError
+from octavo.wire.handshake import PROTOCOL_VERSION, FrontendHello, FrontendWelcome, ServiceFacts, WorkerState
+from octavo.wire.ids import BootId
+from octavo.wire.peer import Peer, PeerEvent, PeerRefused, SessionBegan, SessionEnded, Waiting
+from octavo.wire.requests import CancelRequest, FinishChoice, StatusReport, StatusRequest, StepOutput, SubmitRequest
+
+SEEK_INTERVAL_S = 0.1
+"""How often a frontend without a session looks whether the scheduler is there."""
+
+MAX_OUTBOX_MESSAGES = 65536
+"""Messages that wait for the socket; more means that the scheduler does not keep up, and ends the session."""
+
+MAX_STATUS_REQUESTS = 64
+"""Status reports awaited at one time."""
+
+_log = logging.getLogger(__name__)
+
+
+class SchedulerClient:
+    """Owns the session, the streams and what waits to be sent.
+
+    The law: while there is a session the scheduler knows of every stream here; when one begins, each stream is begun
+    there again from its journal. Nothing that was queued for an older session is ever sent.
+
+    Args:
+        context: of the sockets.
+        config: address and patience.
+        digest: identity of the model.
+        boot_id: identity of this process's life.
+        on_change: called when `serving` may have changed.
+
+    Raises (on construction):
+        WireError: the address is malformed.
+    """
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        config: FrontendConfig,
+        digest: str,
+        boot_id: BootId,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.boot_id = boot_id
+        self.facts: ServiceFacts | None = None  # of the newest session
+        self.reason = "the scheduler cannot be reached yet"
+        self.streams = StreamTable()
+        self.refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._config = config
+        self._digest = digest
+        self._on_change = on_change
+        self._loop = asyncio.get_running_loop()
+        self._peer = Peer(DealerChannel(context, config.address, boot_id), self._make_hello, self._loop.time)
+        self._descriptors: tuple[int, ...] = ()
+        self._watched: zmq.Socket[bytes] | None = None
+        self._outbox: deque[FromPeer] = deque()
+        self._pump_due: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._paused_since: float | None = None  # steps cannot be made since; None while they can
+        self._lost_since: float | None = None  # there is no session since
+        self._status_requests: dict[int, asyncio.Future[StatusReport]] = {}
+        self._next_tag = 0
+        self._closed = False
+
+    @property
+    def epoch(self) -> int:
+        """Identity of the session, 0 while there is none."""
+        return self._peer.session_id or 0
+
+    @property
+    def serving(self) -> bool:
+        """Whether health says SERVING: the model is known, and no pause is longer than `unready_after_s`."""
+        return self._paused_at_most(self._config.unready_after_s)
+
+    @property
+    def accepting(self) -> bool:
+        """Whether new requests are taken: in a pause they wait as the running ones do, for `recovery_timeout_s`."""
+        return self._paused_at_most(self._config.recovery_timeout_s)
+
+    def start(self) -> None:
+        """Begin to look for the scheduler."""
+        self._watch()
+        self._on_timer()
+
+    def leave(self, reason: str) -> None:
+        """Say Goodbye and close the sockets."""
+        self._closed = True
+        for handle in (self._timer, self._pump_due):
+            if handle is not None:
+                handle.cancel()
+        self._unwatch()
+        self._peer.leave(reason)
+
+    def add(self, stream: Stream) -> None:
+        """Hold a stream and begin it; without a session it begins with the next one."""
+        self.streams.add(stream)
+        if self.epoch:
+            stream.begin()
+
+    def release(self, stream: Stream) -> None:
+        """Let go of a stream; if it has not ended, the scheduler is told."""
+        self.streams.remove(stream)
+        if not stream.ended:
+            self.cancel(stream.handle)
+
+    def submit(self, request: SubmitRequest) -> None:
+        """Begin a request or go on with it."""
+        self._send(request)
+
+    def cancel(self, handle: int) -> None:
+        """End a request without an answer."""
+        self._send(CancelRequest(handle))
+
+    def finish_choice(self, handle: int, choice: int, num_tokens: int) -> None:
+        """End one choice at its `num_tokens`-th token."""
+        self._send(FinishChoice(handle, choice, num_tokens))
+
+    async def status(self) -> StatusReport | None:
+        """Ask the scheduler what it holds; None if it does not answer in time or cannot be asked."""
+        if not self.epoch or len(self._status_requests) >= MAX_STATUS_REQUESTS:
+            return None
+        tag = self._next_tag
+        self._next_tag = (tag + 1) % 2**31
+        answer: asyncio.Future[StatusReport] = self._loop.create_future()
+        self._status_requests[tag] = answer
+        self._send(StatusRequest(tag))
+        try:
+            return await asyncio.wait_for(answer, self._config.status_timeout_s)
+        except TimeoutError:
+            return None
+        finally:
+            self._status_requests.pop(tag, None)
+
+    def _paused_at_most(self, limit_s: float) -> bool:
+        if self.facts is None:
+            return False
+        return self._paused_since is None or self._loop.time() - self._paused_since < limit_s
+
+    def _make_hello(self) -> FrontendHello:
+        return FrontendHello(PROTOCOL_VERSION, self._digest, self.boot_id, os.getpid())
+
+    def _send(self, message: FromPeer) -> None:
+        if not self.epoch:
+            return
+        self._outbox.append(message)
+        self._pump_soon()
+
+    def _pump_soon(self) -> None:
+        if self._pump_due is None and not self._closed:
+            self._pump_due = self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Receive what has come, send what waits, and come back if there is more."""
+        self._pump_due = None
+        if self._closed:
+            return
+        try:
+            for event in self._peer.step():
+                self._on_event(event)
+        except PeerRefused as error:
+            self._closed = True
+            self._unwatch()
+            self.refused.set_result(str(error))
+            return
+        if self._peer.channel.socket is not self._watched:
+            self._watch()
+        self._flush()
+        if self._peer.channel.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._pump_soon()
+
+    def _flush(self) -> None:
+        socket = self._peer.channel.socket
+        while self._outbox and socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
+            if not self._peer.send(self._outbox.popleft()):
+                self._pump_soon()
+                return
+        if len(self._outbox) > MAX_OUTBOX_MESSAGES:
+            event = self._peer.reset(f"{len(self._outbox)} messages wait for the scheduler")
+            if event is not None:
+                self._on_event(event)
+            self._watch()
+
+    def _on_event(self, event: PeerEvent | FromScheduler) -> None:
+        if isinstance(event, StepOutput):
+            self._on_output(event)
+        elif isinstance(event, SessionBegan):
+            self._on_session_began(event)
+        elif isinstance(event, SessionEnded):
+            self._on_session_ended(event.reason)
+        elif isinstance(event, WorkerState):
+            self._set_paused(None if event.ready else event.reason or "no worker is ready")
+        elif isinstance(event, StatusReport):
+            answer = self._status_requests.get(event.tag_id)
+            if answer is not None and not answer.done():
+                answer.set_result(event)
+        elif isinstance(event, Waiting) and self.facts is None:
+            self.reason = event.reason
+
+    def _on_output(self, output: StepOutput) -> None:
+        try:
+            self.streams.apply(output)
+        except WireError as error:
+            event = self._peer.reset(str(error))
+            if event is not None:
+                self._on_event(event)
+
+    def _on_session_began(self, event: SessionBegan) -> None:
+        if not isinstance(event.welcome, FrontendWelcome):
+            raise PeerRefused("the scheduler takes this frontend for a worker")
+        _log.info("session %x with scheduler %s", event.session, event.welcome.scheduler_boot_id)
+        self.facts = event.welcome.facts
+        self._lost_since = None
+        self._outbox.clear()
+        for stream in self.streams:
+            if not stream.ended:
+                stream.begin()
+        self._set_paused(None)
+
+    def _on_session_ended(self, reason: str) -> None:
+        _log.warning("session with the scheduler is over: %s; %d requests wait for the next", reason, len(self.streams))
+        self._outbox.clear()
+        self._lost_since = self._loop.time()
+        self._set_paused(f"the scheduler is gone: {reason}")
+
+    def _set_paused(self, reason: str | None) -> None:
+        self.reason = reason or ""
+        if reason is None:
+            self._paused_since = None
+        elif self._paused_since is None:
+            self._paused_since = self._loop.time()
+        self._on_change()
+
+    def _on_timer(self) -> None:
+        interval = HEARTBEAT_INTERVAL_S if self.epoch else SEEK_INTERVAL_S
+        self._timer = self._loop.call_later(interval, self._on_timer)
+        self._pump_soon()
+        if self._paused_since is not None:
+            self._on_change()
+        lost_for = 0.0 if self._lost_since is None else self._loop.time() - self._lost_since
+        if lost_for > self._config.recovery_timeout_s:
+            for stream in self.streams:
+                stream.fail(Unavailable(f"no scheduler for {lost_for:.0f} s: {self.reason}"))
+
+    def _watch(self) -> None:
+        """Listen to the channel's sockets, which are new after each session."""
+        self._unwatch()
+        channel = self._peer.channel
+        self._watched = channel.socket
+        self._descriptors = (int(channel.socket.getsockopt(zmq.FD)), int(channel.monitor.getsockopt(zmq.FD)))
+        for descriptor in self._descriptors:
+            self._loop.add_reader(descriptor, self._pump_soon)
+        self._pump_soon()
+
+    def _unwatch(self) -> None:
+        for descriptor in self._descriptors:
+            self._loop.remove_reader(descriptor)
+        self._descriptors = ()

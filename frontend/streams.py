@@ -1,0 +1,319 @@
+"""The requests that this frontend holds, and what the scheduler's messages do to them."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from octavo.frontend.choice import ChoiceEnd, ChoiceOutput, Chunk, PositionGap
+from octavo.frontend.detokenizer import Detokenizer
+from octavo.frontend.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidArgument,
+    QueueFull,
+    ServiceError,
+    SlowReader,
+    Unavailable,
+)
+from octavo.frontend.journal import Journal
+from octavo.wire.columns import unpack_ints
+from octavo.wire.ids import MAX_HANDLE
+from octavo.wire.requests import (
+    ChoiceFinished,
+    FailureCode,
+    FinishReason,
+    RequestFailed,
+    RequestStarted,
+    StepOutput,
+    SubmitRequest,
+)
+
+
+class SchedulerLink(Protocol):
+    """What a stream says to the scheduler."""
+
+    def submit(self, request: SubmitRequest) -> None:
+        """Begin a request or go on with it."""
+        ...
+
+    def cancel(self, handle: int) -> None:
+        """End a request without an answer."""
+        ...
+
+    def finish_choice(self, handle: int, choice: int, num_tokens: int) -> None:
+        """End one choice at its `num_tokens`-th token."""
+        ...
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of a request's phases."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class Stream:
+    """One request from its submission to its one end.
+
+    The law: it ends once, by all choices having ended or by `fail`; nothing is taken in afterwards. One task waits for
+    it (`changed`) and takes what is new; `interrupt` reaches that task where it is blocked in a write.
+
+    Args:
+        handle: its number in this frontend.
+        journal: the request.
+        make_detokenizer: makes the decoder of one choice; None if no text is wanted.
+        max_unsent_tokens: tokens that may wait for a slow client; None if nothing is sent before the end.
+        deadline: when the caller's time is over, on the event loop's clock; None for never.
+        link: the way to the scheduler.
+    """
+
+    def __init__(
+        self,
+        handle: int,
+        journal: Journal,
+        make_detokenizer: Callable[[], Detokenizer] | None,
+        max_unsent_tokens: int | None,
+        deadline: float | None,
+        link: SchedulerLink,
+    ) -> None:
+        self.handle = handle
+        self.journal = journal
+        self.deadline = deadline
+        self.num_cached_tokens = 0
+        self.started = False
+        self.error: ServiceError | None = None
+        self.interrupt: Callable[[], object] | None = None
+        params = journal.call.params
+        self.choices = [
+            ChoiceOutput(i, ids, params, make_detokenizer() if make_detokenizer else None)
+            for i, ids in enumerate(journal.outputs)
+        ]
+        self._link = link
+        self._loop = asyncio.get_running_loop()
+        self._max_unsent_tokens = max_unsent_tokens
+        self._num_received = 0
+        self._num_running = len(self.choices)
+        self._ends_to_tell: list[int] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._news = False
+        self._queue_s = 0.0
+        self._marks: list[float] = []  # of this frontend's clock: started, first token, last token
+        self._phases: tuple[float, float] | None = None  # prefill and decode, as the scheduler measured them
+
+    @property
+    def ended(self) -> bool:
+        """Whether all choices have ended or the request has failed."""
+        return self._num_running == 0 or self.error is not None
+
+    @property
+    def timings(self) -> Timings:
+        """How long the phases took; decode until now if the request runs."""
+        if self._phases is not None:
+            return Timings(self._queue_s, *self._phases)
+        marks = self._marks
+        if len(marks) < 2:
+            return Timings(self._queue_s)
+        return Timings(self._queue_s, marks[1] - marks[0], marks[-1] - marks[1])
+
+    async def changed(self) -> None:
+        """Wait until there is something new; at most one task waits."""
+        if not self._news:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._news = False
+
+    def take(self, limit: int) -> Iterator[Chunk | tuple[int, ChoiceEnd]]:
+        """Yield what is new: chunks of at most `limit` tokens, and each choice's end once, after its last chunk."""
+        for choice in self.choices:
+            yield from choice.take(limit)
+        while self._ends_to_tell:
+            index = self._ends_to_tell.pop(0)
+            # More may have come while the caller was busy with what was yielded above.
+            yield from self.choices[index].take(limit)
+            end = self.choices[index].end
+            if end is not None:
+                yield index, end
+
+    def begin(self) -> None:
+        """Tell the scheduler of the request, or of what is left of it."""
+        left = None if self.deadline is None else max(0.0, self.deadline - self._loop.time())
+        self._finish_full_choices()
+        if not self.ended:
+            self._link.submit(self.journal.to_request(self.handle, left))
+
+    def on_started(self, event: RequestStarted) -> None:
+        """The first plan names the request; said again after a replay, when only the first counts."""
+        if not self.started:
+            self.num_cached_tokens = event.num_cached_tokens
+            self._queue_s = event.queue_s
+            self._start()
+
+    def on_token(self, choice: int, position: int, token_id: int) -> None:
+        """Take one id of a choice.
+
+        Raises:
+            PositionGap: ids before it are missing, or there is no such choice.
+        """
+        output = self._choice(choice)
+        if output.end is not None or self.error is not None:
+            return
+        if not self.started:
+            self._start()
+        stopped = output.push(position, token_id)
+        self._num_received += 1
+        if len(self._marks) < 3:
+            self._marks.append(self._loop.time())
+        else:
+            self._marks[2] = self._loop.time()
+        if stopped:
+            self._link.finish_choice(self.handle, choice, len(output.ids))
+            self._on_end(choice)
+        if self._max_unsent_tokens is None:
+            return
+        if self._num_received > self._max_unsent_tokens:
+            self._check_unsent(self._max_unsent_tokens)
+        self._wake()
+
+    def on_finished(self, event: ChoiceFinished) -> None:
+        """A choice has ended at the scheduler.
+
+        Raises:
+            PositionGap: fewer ids came than were sent, or there is no such choice.
+        """
+        output = self._choice(event.choice)
+        if output.end is not None or self.error is not None:
+            return
+        output.finish(event.reason, event.num_tokens)
+        prefill_s, decode_s = self._phases or (event.prefill_s, 0.0)
+        self._phases = (min(prefill_s, event.prefill_s), max(decode_s, event.decode_s))
+        self._on_end(event.choice)
+
+    def on_failed(self, event: RequestFailed) -> None:
+        """The request has ended at the scheduler without an answer."""
+        self._end_with(_FAILURES[event.code](event))
+
+    def fail(self, error: ServiceError) -> None:
+        """End the request from this side, unless it has ended."""
+        if not self.ended:
+            self._link.cancel(self.handle)
+            self._end_with(error)
+
+    def _choice(self, index: int) -> ChoiceOutput:
+        if index >= len(self.choices):
+            raise PositionGap(f"choice {index} of a request with {len(self.choices)}")
+        return self.choices[index]
+
+    def _start(self) -> None:
+        self.started = True
+        self._marks.append(self._loop.time())
+        self._wake()
+
+    def _on_end(self, choice: int) -> None:
+        self.journal.finished.add(choice)
+        self._ends_to_tell.append(choice)
+        self._num_running -= 1
+        self._wake()
+
+    def _end_with(self, error: ServiceError) -> None:
+        if self.ended:
+            return
+        self.error = error
+        self._wake()
+        if self.interrupt is not None:
+            self.interrupt()
+
+    def _finish_full_choices(self) -> None:
+        """End choices whose last id came but whose end was lost with a session: there is nothing left to ask for."""
+        call = self.journal.call
+        for index, output in enumerate(self.choices):
+            if output.end is not None or not output.ids:
+                continue
+            by_id = output.ids[-1] in call.params.ending_ids and len(output.ids) >= call.params.min_tokens
+            if by_id or len(output.ids) >= call.max_tokens:
+                output.finish(FinishReason.STOP if by_id else FinishReason.LENGTH, len(output.ids))
+                self._on_end(index)
+
+    def _check_unsent(self, limit: int) -> None:
+        num_unsent = self.journal.num_completion_tokens - sum(c.num_taken for c in self.choices)
+        # Counted anew only when the limit could have been passed since.
+        self._num_received = num_unsent
+        if num_unsent > limit:
+            self.fail(SlowReader(f"the client left {num_unsent} tokens unread, limit {limit}"))
+
+    def _wake(self) -> None:
+        self._news = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class StreamTable:
+    """All streams of this frontend, by handle. Handles are not used again while a stream has them."""
+
+    def __init__(self) -> None:
+        self.num_unknown = 0  # tokens of requests that are gone: cancels cross with outputs
+        self._streams: dict[int, Stream] = {}
+        self._next_handle = 0
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __iter__(self) -> Iterator[Stream]:
+        return iter(list(self._streams.values()))
+
+    def new_handle(self) -> int:
+        """Draw a handle."""
+        handle = self._next_handle
+        while handle in self._streams:
+            handle = handle + 1 if handle < MAX_HANDLE else 0
+        self._next_handle = handle + 1 if handle < MAX_HANDLE else 0
+        return handle
+
+    def add(self, stream: Stream) -> None:
+        """Hold a stream."""
+        self._streams[stream.handle] = stream
+
+    def remove(self, stream: Stream) -> None:
+        """Let go of a stream."""
+        self._streams.pop(stream.handle, None)
+
+    def apply(self, output: StepOutput) -> None:
+        """Give each stream its part of a message; parts of streams that are gone are dropped.
+
+        Raises:
+            PositionGap: ids are missing.
+        """
+        streams = self._streams
+        for started in output.started:
+            if (stream := streams.get(started.handle)) is not None:
+                stream.on_started(started)
+        columns = map(unpack_ints, (output.handle, output.choice, output.position, output.token))
+        for handle, choice, position, token_id in zip(*columns, strict=True):
+            if (stream := streams.get(handle)) is not None:
+                stream.on_token(choice, position, token_id)
+            else:
+                self.num_unknown += 1
+        for logprobs in output.logprobs:
+            if (stream := streams.get(logprobs.handle)) is not None and logprobs.choice < len(stream.choices):
+                stream.choices[logprobs.choice].push_logprobs(logprobs)
+        for finished in output.finished:
+            if (stream := streams.get(finished.handle)) is not None:
+                stream.on_finished(finished)
+        for failed in output.failed:
+            if (stream := streams.get(failed.handle)) is not None:
+                stream.on_failed(failed)
+
+
+_FAILURES: dict[FailureCode, Callable[[RequestFailed], ServiceError]] = {
+    FailureCode.INVALID: lambda e: InvalidArgument(e.message, field_path="input"),
+    FailureCode.QUEUE_FULL: lambda e: QueueFull(e.message, retry_after_s=e.retry_after_s),
+    FailureCode.UNAVAILABLE: lambda e: Unavailable(e.message, retry_after_s=e.retry_after_s),
+    FailureCode.DEADLINE: lambda e: DeadlineExceeded(e.message),
+    FailureCode.INTERNAL: lambda e: InternalError(e.message),
+}
+"""What a caller is told of a failure at the scheduler."""

@@ -1,0 +1,327 @@
+"""From a GenerationInput to a GenerationCall, or to an error that names field, value and limit.
+
+Everything is checked here, before anything is allocated for the request: what passes can run.
+"""
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from octavo.frontend.config import FrontendConfig
+from octavo.frontend.errors import ContextLengthExceeded, InvalidArgument
+from octavo.frontend.model import SamplingDefaults
+from octavo.v1 import generation_pb2 as pb
+from octavo.wire.columns import pack_floats, pack_ints
+from octavo.wire.plan import RowSampling
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below are greedy: dividing by them would overflow."""
+
+MAX_TEMPERATURE = 1e6
+"""Beyond it every distribution is flat in float32."""
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a request may ask of this model and service.
+
+    Attributes:
+        config: the frontend's limits.
+        vocab_size: of the embedding; ids lie below.
+        max_model_len: most tokens of prompt and output together.
+        defaults: what unset sampling parameters mean.
+        eos_ids: ids that end a sequence unless ignored.
+    """
+
+    config: FrontendConfig
+    vocab_size: int
+    max_model_len: int
+    defaults: SamplingDefaults
+    eos_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GenerationParams:
+    """Everything of a request but its prompt, checked and resolved.
+
+    Attributes:
+        num_choices: n.
+        sampling: for the worker; the seed is drawn if it was unset.
+        max_tokens: None means the remaining context.
+        min_tokens: no end before.
+        ending_ids: ids that end a choice, end of sequence included unless ignored.
+        caller_stop_ids: those that the caller named.
+        stop_strings, include_stop_string: as asked.
+        logprobs: number of log-probabilities beside the drawn one; None if not asked for.
+        token_ids, skip_special_tokens, detokenize: as asked.
+    """
+
+    num_choices: int
+    sampling: RowSampling
+    max_tokens: int | None
+    min_tokens: int
+    ending_ids: frozenset[int]
+    caller_stop_ids: frozenset[int]
+    stop_strings: tuple[str, ...]
+    include_stop_string: bool
+    logprobs: int | None
+    token_ids: bool
+    skip_special_tokens: bool
+    detokenize: bool
+
+
+@dataclass(frozen=True)
+class GenerationCall:
+    """A request that can run."""
+
+    params: GenerationParams
+    prompt_ids: bytes  # int32 column
+    num_prompt_tokens: int
+    max_tokens: int  # of each choice
+
+
+def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParams:
+    """Check everything but the prompt.
+
+    Raises:
+        InvalidArgument: names field, value and limit.
+    """
+    for path, message in _submessages(request):
+        if len(unknown := UnknownFieldSet(message)):
+            number = unknown[0].field_number
+            raise InvalidArgument(f"field number {number} is not known to this version", field_path=path)
+    sampling, stopping, output = request.sampling, request.stopping, request.output
+    config = bounds.config
+    num_choices = _integer("input.sampling.n", sampling.n, 1, config.max_n) if sampling.HasField("n") else 1
+    logprobs = None
+    if output.HasField("logprobs"):
+        logprobs = _integer("input.output.logprobs", output.logprobs, 0, min(config.max_logprobs, bounds.vocab_size))
+    detokenize = output.detokenize if output.HasField("detokenize") else True
+    stop_strings = _stop_strings(stopping, config, detokenize)
+    stop_ids = _ids("input.stopping.stop_token_ids", stopping.stop_token_ids, config.max_stop_token_ids, bounds)
+    min_tokens, max_tokens = _token_limits(stopping, bounds)
+    ending_ids = frozenset(stop_ids if stopping.ignore_eos else (*stop_ids, *bounds.eos_ids))
+    return GenerationParams(
+        num_choices=num_choices,
+        sampling=_row_sampling(sampling, bounds, min_tokens, ending_ids, -1 if logprobs is None else logprobs),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ending_ids=ending_ids,
+        caller_stop_ids=frozenset(stop_ids),
+        stop_strings=stop_strings,
+        include_stop_string=stopping.include_stop_string,
+        logprobs=logprobs,
+        token_ids=output.token_ids,
+        skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
+        detokenize=detokenize,
+    )
+
+
+def check_prompt_form(request: pb.GenerationInput, bounds: Bounds, max_prompt_bytes: int) -> None:
+    """Check what can be told of a prompt before it is tokenised.
+
+    Raises:
+        InvalidArgument: no prompt, an empty one, or more text than can fit.
+        ContextLengthExceeded: more ids than fit.
+    """
+    form = request.WhichOneof("prompt")
+    if form is None:
+        raise InvalidArgument("one of text, token_ids and chat must be set", field_path="input.prompt")
+    if form == "token_ids":
+        if not request.token_ids.ids:
+            raise InvalidArgument("at least one token is needed", field_path="input.token_ids.ids")
+        _check_prompt_length(len(request.token_ids.ids), bounds, "input.token_ids")
+        return
+    if form == "text":
+        if not request.text:
+            raise InvalidArgument("the prompt is empty", field_path="input.text")
+        num_bytes = len(request.text.encode())
+    else:
+        messages, max_messages = request.chat.messages, bounds.config.max_messages
+        if not messages:
+            raise InvalidArgument("at least one message is needed", field_path="input.chat.messages")
+        if len(messages) > max_messages:
+            raise InvalidArgument(f"{len(messages)} messages, limit {max_messages}", field_path="input.chat.messages")
+        num_bytes = sum(len(m.content.encode()) + len(m.role) + len(m.name) for m in messages)
+    if num_bytes > max_prompt_bytes:
+        message = (
+            f"{num_bytes} bytes of text, limit {max_prompt_bytes} (max_model_len is {bounds.max_model_len} tokens)"
+        )
+        raise ContextLengthExceeded(message, field_path=f"input.{form}")
+
+
+def check_token_ids(ids: Sequence[int], bounds: Bounds) -> None:
+    """Check a prompt of ids.
+
+    Raises:
+        InvalidArgument: an id lies outside the vocabulary.
+    """
+    if max(ids) >= bounds.vocab_size:
+        index = next(i for i, token_id in enumerate(ids) if token_id >= bounds.vocab_size)
+        _refuse_id(f"input.token_ids.ids[{index}]", ids[index], bounds)
+
+
+def resolve_call(params: GenerationParams, form: str, prompt_ids: Sequence[int], bounds: Bounds) -> GenerationCall:
+    """Put parameters and the tokenised prompt together.
+
+    Args:
+        params: what `check_params` returned.
+        form: of the prompt: text, token_ids or chat.
+        prompt_ids: the prompt, ids within the vocabulary.
+        bounds: limits.
+
+    Raises:
+        InvalidArgument: the prompt holds no token.
+        ContextLengthExceeded: the prompt, or prompt and max_tokens, do not fit; names all numbers.
+    """
+    num_prompt_tokens = len(prompt_ids)
+    if not num_prompt_tokens:
+        raise InvalidArgument("the prompt holds no token", field_path=f"input.{form}")
+    _check_prompt_length(num_prompt_tokens, bounds, f"input.{form}")
+    room = bounds.max_model_len - num_prompt_tokens
+    max_tokens = room if params.max_tokens is None else params.max_tokens
+    if max_tokens > room:
+        raise ContextLengthExceeded(
+            f"prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens} exceed the limit of "
+            f"{bounds.max_model_len} tokens (max_model_len)",
+            field_path="input.stopping.max_tokens",
+            metadata={
+                "prompt_tokens": str(num_prompt_tokens),
+                "max_tokens": str(max_tokens),
+                "max_model_len": str(bounds.max_model_len),
+            },
+        )
+    if params.min_tokens > max_tokens:
+        message = f"{params.min_tokens}, limit {max_tokens} (what the context leaves for the output)"
+        raise InvalidArgument(message, field_path="input.stopping.min_tokens")
+    return GenerationCall(params, pack_ints(prompt_ids), num_prompt_tokens, max_tokens)
+
+
+def _check_prompt_length(num_tokens: int, bounds: Bounds, path: str) -> None:
+    if num_tokens >= bounds.max_model_len:
+        raise ContextLengthExceeded(
+            f"prompt of {num_tokens} tokens, limit {bounds.max_model_len} (max_model_len, with at least one token of "
+            "output)",
+            field_path=path,
+            metadata={"prompt_tokens": str(num_tokens), "max_model_len": str(bounds.max_model_len)},
+        )
+
+
+def _submessages(request: pb.GenerationInput) -> list[tuple[str, Message]]:
+    found: list[tuple[str, Message]] = [("input", request)]
+    for name in ("sampling", "stopping", "output", "chat", "token_ids"):
+        if request.HasField(name):  # type: ignore[arg-type]
+            found.append((f"input.{name}", getattr(request, name)))
+    if request.HasField("chat"):
+        found += [(f"input.chat.messages[{i}]", m) for i, m in enumerate(request.chat.messages)]
+    return found
+
+
+def _row_sampling(
+    sampling: pb.SamplingParams, bounds: Bounds, min_tokens: int, ending_ids: frozenset[int], logprobs: int
+) -> RowSampling:
+    path, defaults = "input.sampling", bounds.defaults
+    temperature = _number(sampling, "temperature", defaults.temperature, 0.0, MAX_TEMPERATURE)
+    top_k = sampling.top_k if sampling.HasField("top_k") else defaults.top_k
+    _integer(f"{path}.top_k", top_k, -1, INT32_MAX)
+    bias_ids, bias_values = _logit_bias(sampling, bounds)
+    allowed = _ids(f"{path}.allowed_token_ids", sampling.allowed_token_ids, bounds.config.max_allowed_token_ids, bounds)
+    return RowSampling(
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+        top_p=_number(sampling, "top_p", defaults.top_p, 0.0, 1.0, low_excluded=True),
+        top_k=top_k if 0 < top_k < bounds.vocab_size else 0,
+        min_p=_number(sampling, "min_p", defaults.min_p, 0.0, 1.0),
+        presence_penalty=_number(sampling, "presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=_number(sampling, "frequency_penalty", 0.0, -2.0, 2.0),
+        repetition_penalty=_number(
+            sampling, "repetition_penalty", defaults.repetition_penalty, 0.0, 10.0, low_excluded=True
+        ),
+        min_tokens=min_tokens,
+        stop_token_ids=pack_ints(sorted(ending_ids)) if min_tokens else b"",
+        logit_bias_ids=pack_ints(bias_ids),
+        logit_bias_values=pack_floats(bias_values),
+        allowed_token_ids=pack_ints(allowed),
+        logprobs=logprobs,
+    )
+
+
+def _logit_bias(sampling: pb.SamplingParams, bounds: Bounds) -> tuple[list[int], list[float]]:
+    path, limit = "input.sampling.logit_bias", bounds.config.max_logit_bias
+    if len(sampling.logit_bias) > limit:
+        raise InvalidArgument(f"{len(sampling.logit_bias)} entries, limit {limit}", field_path=path)
+    entries = sorted(sampling.logit_bias.items())
+    for token_id, value in entries:
+        if token_id >= bounds.vocab_size:
+            _refuse_id(f"{path}[{token_id}]", token_id, bounds)
+        if not -100.0 <= value <= 100.0:
+            message = f"{value:g} must be a finite number from -100 to 100"
+            raise InvalidArgument(message, field_path=f"{path}[{token_id}]")
+    return [token_id for token_id, _ in entries], [value for _, value in entries]
+
+
+def _stop_strings(stopping: pb.StoppingParams, config: FrontendConfig, detokenize: bool) -> tuple[str, ...]:
+    path, stops = "input.stopping.stop_strings", stopping.stop_strings
+    if len(stops) > config.max_stop_strings:
+        raise InvalidArgument(f"{len(stops)} entries, limit {config.max_stop_strings}", field_path=path)
+    if stops and not detokenize:
+        raise InvalidArgument("stop strings need text, and output.detokenize is false", field_path=path)
+    for i, stop in enumerate(stops):
+        if not stop:
+            raise InvalidArgument("a stop string must not be empty", field_path=f"{path}[{i}]")
+        if len(stop) > config.max_stop_string_chars:
+            message = f"{len(stop)} characters, limit {config.max_stop_string_chars}"
+            raise InvalidArgument(message, field_path=f"{path}[{i}]")
+    return tuple(stops)
+
+
+def _token_limits(stopping: pb.StoppingParams, bounds: Bounds) -> tuple[int, int | None]:
+    max_tokens = None
+    if stopping.HasField("max_tokens"):
+        max_tokens = stopping.max_tokens
+        if max_tokens < 1:
+            raise InvalidArgument("0 must be at least 1", field_path="input.stopping.max_tokens")
+    min_tokens = stopping.min_tokens if stopping.HasField("min_tokens") else 0
+    limit = bounds.max_model_len if max_tokens is None else min(max_tokens, bounds.max_model_len)
+    if min_tokens > limit:
+        name = "max_model_len" if max_tokens is None or max_tokens > limit else "max_tokens"
+        raise InvalidArgument(f"{min_tokens}, limit {limit} ({name})", field_path="input.stopping.min_tokens")
+    return min_tokens, max_tokens
+
+
+def _ids(path: str, ids: Sequence[int], limit: int, bounds: Bounds) -> list[int]:
+    if len(ids) > limit:
+        raise InvalidArgument(f"{len(ids)} entries, limit {limit}", field_path=path)
+    for i, token_id in enumerate(ids):
+        if token_id >= bounds.vocab_size:
+            _refuse_id(f"{path}[{i}]", token_id, bounds)
+    return sorted(set(ids))
+
+
+def _refuse_id(path: str, token_id: int, bounds: Bounds) -> None:
+    message = f"token id {token_id} lies outside the vocabulary, [0, {bounds.vocab_size})"
+    raise InvalidArgument(message, field_path=path)
+
+
+def _integer(path: str, value: int, low: int, high: int) -> int:
+    if not low <= value <= high:
+        raise InvalidArgument(f"{value} must be from {low} to {high}", field_path=path)
+    return value
+
+
+def _number(
+    message: pb.SamplingParams, name: str, unset: float, low: float, high: float, low_excluded: bool = False
+) -> float:
+    if not message.HasField(name):  # type: ignore[arg-type]
+        return unset
+    value: float = getattr(message, name)
+    if not math.isfinite(value) or not low <= value <= high or (low_excluded and value == low):
+        above = f"above {low:g} and at most {high:g}" if low_excluded else f"from {low:g} to {high:g}"
+        raise InvalidArgument(f"{value:g} must be a finite number {above}", field_path=f"input.sampling.{name}")
+    return value

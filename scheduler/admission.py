@@ -1,0 +1,80 @@
+"""What a request must satisfy to be taken in. What passes here never fails in the core for its own sake."""
+
+from octavo.scheduler.config import Limits, SchedulerConfig
+from octavo.scheduler.state import RequestTable
+from octavo.wire.columns import column_length, unpack_ints
+from octavo.wire.requests import FailureCode, RequestFailed, SubmitRequest
+
+RETRY_AFTER_S = 1.0
+"""When a caller that was turned away for load should come back."""
+
+
+def refusal(
+    message: SubmitRequest, limits: Limits, config: SchedulerConfig, requests: RequestTable
+) -> RequestFailed | None:
+    """Return why a request is refused, None if it is taken."""
+    if (reason := _length_error(message, limits) or _id_error(message, limits.vocab_size)) is not None:
+        return RequestFailed(message.handle, FailureCode.INVALID, reason)
+    if (reason := _queue_error(message, limits, config, requests)) is not None:
+        return RequestFailed(message.handle, FailureCode.QUEUE_FULL, reason, RETRY_AFTER_S)
+    return None
+
+
+def length_error(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> str | None:
+    """Return why a request of these lengths can never run, None if it can."""
+    limit = f"the limit is {limits.max_model_len} tokens of prompt and output together"
+    if limits.max_model_len == limits.num_pool_tokens:
+        limit += f" (all {limits.num_blocks - 1} blocks of {limits.block_size} tokens)"
+    if num_prompt_tokens >= limits.max_model_len:
+        return f"prompt of {num_prompt_tokens} tokens leaves no room for output: {limit}"
+    if num_prompt_tokens + max_tokens > limits.max_model_len:
+        total = num_prompt_tokens + max_tokens
+        return f"prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens} make {total}: {limit}"
+    return None
+
+
+def _length_error(message: SubmitRequest, limits: Limits) -> str | None:
+    if (reason := length_error(column_length(message.prompt_ids), message.max_tokens, limits)) is not None:
+        return reason
+    for choice, output in enumerate(message.output_ids):
+        if column_length(output) > message.max_tokens:
+            return f"choice {choice} replays {column_length(output)} tokens, max_tokens is {message.max_tokens}"
+    return None
+
+
+def _id_error(message: SubmitRequest, vocab_size: int) -> str | None:
+    columns = {
+        "prompt": message.prompt_ids,
+        "stop_token_ids": message.stop_token_ids + message.sampling.stop_token_ids,
+        "logit_bias": message.sampling.logit_bias_ids,
+        "allowed_token_ids": message.sampling.allowed_token_ids,
+    }
+    columns |= {f"output of choice {choice}": ids for choice, ids in enumerate(message.output_ids)}
+    for name, column in columns.items():
+        if (reason := _range_error(name, column, vocab_size)) is not None:
+            return reason
+    return _range_error("finished_choices", message.finished_choices, message.num_choices)
+
+
+def _range_error(name: str, column: bytes, end: int) -> str | None:
+    ids = unpack_ints(column)
+    if not ids or (min(ids) >= 0 and max(ids) < end):
+        return None
+    index, wrong = next((i, value) for i, value in enumerate(ids) if not 0 <= value < end)
+    return f"{name}: id {wrong} at index {index} is outside [0, {end})"
+
+
+def _queue_error(message: SubmitRequest, limits: Limits, config: SchedulerConfig, requests: RequestTable) -> str | None:
+    if message.output_ids:
+        # It was admitted before. What an earlier scheduler held at most is the bound, not what this one lets wait.
+        most = config.max_waiting_requests + limits.max_num_seqs
+        if requests.num_unstarted_replays >= most:
+            return f"{requests.num_unstarted_replays} replayed requests wait, the limit is {most}"
+        return None
+    if requests.num_unstarted >= config.max_waiting_requests:
+        return f"{requests.num_unstarted} requests wait, the limit is {config.max_waiting_requests}"
+    num_tokens = column_length(message.prompt_ids) * message.num_choices
+    waiting = requests.num_unstarted_tokens
+    if waiting and waiting + num_tokens > config.max_waiting_tokens:
+        return f"{waiting} tokens wait, {num_tokens} more would exceed the limit of {config.max_waiting_tokens}"
+    return None

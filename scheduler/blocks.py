@@ -1,0 +1,105 @@
+"""The pool of KV cache blocks: who is free, in which order they are taken, how many tables name each."""
+
+from collections.abc import Mapping
+
+from octavo.scheduler.errors import InvariantViolation, OutOfBlocks
+from octavo.wire.ids import NULL_BLOCK, BlockId
+
+_NOT_FREE = -1
+
+
+class BlockPool:
+    """Reference counts and an intrusive free list, least recently freed first; every operation is O(1).
+
+    The law: a block is free exactly when its count is 0; the null block is neither free nor ever handed out.
+
+    Args:
+        num_blocks: of the KV cache, the null block included; at least 2.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks - 1
+        self._counts = [0] * num_blocks
+        # A ring through the free blocks; the null block stands for both ends.
+        self._next = [*range(1, num_blocks), NULL_BLOCK]
+        self._previous = [num_blocks - 1, *range(num_blocks - 1)]
+
+    def take(self) -> BlockId:
+        """Take the block that has been free the longest, with a count of 1.
+
+        Raises:
+            OutOfBlocks: none is free.
+        """
+        block = self._next[NULL_BLOCK]
+        if block == NULL_BLOCK:
+            raise OutOfBlocks(f"all {self.num_blocks - 1} blocks are in use")
+        after = self._next[block]
+        self._next[NULL_BLOCK] = after
+        self._previous[after] = NULL_BLOCK
+        self._next[block] = self._previous[block] = _NOT_FREE
+        self._counts[block] = 1
+        self.num_free -= 1
+        return BlockId(block)
+
+    def share(self, block: BlockId) -> None:
+        """Count one more table that names a block in use.
+
+        Raises:
+            InvariantViolation: the block is free, or the null block.
+        """
+        if self._counts[block] == 0:
+            raise InvariantViolation(f"block {block} is shared, but not in use")
+        self._counts[block] += 1
+
+    def free(self, block: BlockId) -> None:
+        """Count one table less; the last one gives the block back, to be taken after all that are free now.
+
+        Raises:
+            InvariantViolation: the block is free already, or the null block.
+        """
+        if self._counts[block] == 0:
+            raise InvariantViolation(f"block {block} is freed, but not in use")
+        self._counts[block] -= 1
+        if self._counts[block] > 0:
+            return
+        last = self._previous[NULL_BLOCK]
+        self._next[last] = block
+        self._previous[block] = last
+        self._next[block] = NULL_BLOCK
+        self._previous[NULL_BLOCK] = block
+        self.num_free += 1
+
+    def count(self, block: BlockId) -> int:
+        """Return how many tables name a block."""
+        return self._counts[block]
+
+    def free_blocks(self) -> list[BlockId]:
+        """Return the free blocks in the order in which they will be taken."""
+        found: list[BlockId] = []
+        block = self._next[NULL_BLOCK]
+        while block != NULL_BLOCK and len(found) < self.num_blocks:
+            found.append(BlockId(block))
+            block = self._next[block]
+        return found
+
+    def check(self, references: Mapping[BlockId, int]) -> None:
+        """Prove the pool against the references that tables hold.
+
+        Raises:
+            InvariantViolation: a count, the free list or the conservation of blocks is wrong.
+        """
+        free = self.free_blocks()
+        if len(free) != self.num_free or len(set(free)) != len(free):
+            raise InvariantViolation(f"free list holds {len(free)} blocks, expected {self.num_free} distinct ones")
+        for number in range(self.num_blocks):
+            block = BlockId(number)
+            if self._counts[block] != references.get(block, 0):
+                raise InvariantViolation(
+                    f"block {block} has count {self._counts[block]}, {references.get(block, 0)} references"
+                )
+        in_use = sum(1 for count in self._counts if count)
+        if any(self._counts[block] for block in free) or self.num_free + in_use != self.num_blocks - 1:
+            raise InvariantViolation(f"{self.num_free} free and {in_use} used blocks of {self.num_blocks - 1}")
+        if self._counts[NULL_BLOCK] or NULL_BLOCK in references:
+            raise InvariantViolation("the null block is in use")

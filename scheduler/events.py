@@ -1,0 +1,68 @@
+"""What has happened outside, as the core is told. The time comes with it (`Scheduler.on_events`)."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from octavo.wire.handshake import WorkerFacts
+from octavo.wire.ids import SessionId
+from octavo.wire.plan import StepResult
+from octavo.wire.requests import CancelRequest, FinishChoice, SubmitRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSubmitted:
+    """A frontend has sent a request, new or replayed."""
+
+    frontend: SessionId
+    message: SubmitRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCancelled:
+    """Nobody wants the rest of a request."""
+
+    frontend: SessionId
+    message: CancelRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceStopped:
+    """A frontend has ended a choice itself."""
+
+    frontend: SessionId
+    message: FinishChoice
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendLost:
+    """A frontend's session is over; nobody reads what its requests would still get."""
+
+    frontend: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """A worker has been welcomed and holds nothing. Its facts fit the configuration (`resolve_limits`)."""
+
+    epoch: SessionId
+    facts: WorkerFacts
+
+
+@dataclass(frozen=True, slots=True)
+class StepCompleted:
+    """A worker has sent the result of a plan."""
+
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """A worker's session is over, and with it every outstanding plan."""
+
+    epoch: SessionId
+    reason: str
+
+
+Event: TypeAlias = (
+    RequestSubmitted | RequestCancelled | ChoiceStopped | FrontendLost | WorkerReady | StepCompleted | WorkerLost
+)

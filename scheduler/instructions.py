@@ -1,0 +1,42 @@
+"""What the core wants done outside, in this order."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from octavo.wire.ids import SessionId
+from octavo.wire.plan import StepPlan
+from octavo.wire.requests import StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class SendPlan:
+    """Send a plan to the worker whose epoch it names."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class EmitOutput:
+    """Send a frontend all that is new for it; at most one for each frontend and call of the core."""
+
+    frontend: SessionId
+    output: StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class EndWorkerSession:
+    """Take leave of a worker that cannot be trusted or does not answer; the core has given it up already."""
+
+    epoch: SessionId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndFrontendSession:
+    """Take leave of a frontend that broke the contract; the core has cancelled its requests already."""
+
+    frontend: SessionId
+    reason: str
+
+
+Instruction: TypeAlias = SendPlan | EmitOutput | EndWorkerSession | EndFrontendSession

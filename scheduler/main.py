@@ -1,0 +1,48 @@
+"""The scheduler process: signals, exit code."""
+
+import logging
+import os
+import signal
+from types import FrameType
+
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.loop import Loop
+from octavo.wire.errors import WireError
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+
+_log = logging.getLogger(__name__)
+
+
+def run(config: SchedulerConfig) -> int:
+    """Run the scheduler in the main thread until SIGTERM or SIGINT; return the exit code.
+
+    The first signal says Goodbye to all peers and returns 0, a second one ends the process at once.
+    """
+    try:
+        loop = Loop(config)
+    except (WireError, OSError) as error:
+        _log.error("cannot start the scheduler: %s", error)
+        return EXIT_FAILED
+    received: list[int] = []
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if received:
+            os._exit(128 + number)
+        received.append(number)
+        loop.stop()
+
+    old_handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    # A signal that arrives during the poll ends the poll, whichever thread the system hands it to.
+    old_wake_fd = signal.set_wakeup_fd(loop.wake_fd, warn_on_full_buffer=False)
+    try:
+        loop.run()
+        if received:
+            _log.info("scheduler stops on %s", signal.Signals(received[0]).name)
+    finally:
+        signal.set_wakeup_fd(old_wake_fd)
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
+        loop.close()
+    return EXIT_OK

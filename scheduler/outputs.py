@@ -1,0 +1,98 @@
+"""What is new for each frontend, gathered until the end of a call of the core."""
+
+from dataclasses import dataclass, field
+
+from octavo.scheduler.sequence import Request, Sequence
+from octavo.wire.columns import pack_ints
+from octavo.wire.ids import SessionId
+from octavo.wire.plan import RowLogprobs
+from octavo.wire.requests import ChoiceFinished, ChoiceLogprobs, FinishReason, RequestFailed, RequestStarted, StepOutput
+
+
+@dataclass(slots=True)
+class _Gathered:
+    started: list[RequestStarted] = field(default_factory=list)
+    handle: list[int] = field(default_factory=list)
+    choice: list[int] = field(default_factory=list)
+    position: list[int] = field(default_factory=list)
+    token: list[int] = field(default_factory=list)
+    logprobs: list[ChoiceLogprobs] = field(default_factory=list)
+    finished: list[ChoiceFinished] = field(default_factory=list)
+    failed: list[RequestFailed] = field(default_factory=list)
+
+    def build(self) -> StepOutput:
+        return StepOutput(
+            tuple(self.started),
+            pack_ints(self.handle),
+            pack_ints(self.choice),
+            pack_ints(self.position),
+            pack_ints(self.token),
+            tuple(self.logprobs),
+            tuple(self.finished),
+            tuple(self.failed),
+        )
+
+
+class Outputs:
+    """One message in the making for each frontend that has news."""
+
+    def __init__(self) -> None:
+        self._by_frontend: dict[SessionId, _Gathered] = {}
+
+    def start(self, request: Request, now: float) -> None:
+        """Tell that the first plan that names a request has been built."""
+        started = RequestStarted(request.handle, num_cached_tokens=0, queue_s=now - request.submitted_at)
+        self._of(request.frontend).started.append(started)
+
+    def emit(self, sequence: Sequence, logprobs: RowLogprobs | None) -> None:
+        """Tell the newest token of a sequence."""
+        request = sequence.request
+        out = self._by_frontend.get(request.frontend) or self._of(request.frontend)
+        position = len(sequence.output_ids) - 1
+        out.handle.append(request.handle)
+        out.choice.append(sequence.choice)
+        out.position.append(position)
+        out.token.append(sequence.output_ids[-1])
+        if logprobs is not None:
+            out.logprobs.append(
+                ChoiceLogprobs(
+                    request.handle,
+                    sequence.choice,
+                    position,
+                    logprobs.logprob,
+                    logprobs.rank,
+                    logprobs.top_ids,
+                    logprobs.top_logprobs,
+                )
+            )
+
+    def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        """Tell that a choice has ended."""
+        first = sequence.first_token_at
+        began = sequence.first_planned_at
+        self._of(sequence.request.frontend).finished.append(
+            ChoiceFinished(
+                sequence.request.handle,
+                sequence.choice,
+                reason,
+                len(sequence.output_ids),
+                prefill_s=first - began if first is not None and began is not None else 0.0,
+                decode_s=now - first if first is not None else 0.0,
+            )
+        )
+
+    def fail(self, frontend: SessionId, failed: RequestFailed) -> None:
+        """Tell that a request has ended without an answer."""
+        self._of(frontend).failed.append(failed)
+
+    def drop(self, frontend: SessionId) -> None:
+        """Forget what a lost frontend would have been told."""
+        self._by_frontend.pop(frontend, None)
+
+    def take(self) -> list[tuple[SessionId, StepOutput]]:
+        """Take all messages."""
+        gathered, self._by_frontend = self._by_frontend, {}
+        return [(frontend, out.build()) for frontend, out in gathered.items()]
+
+    def _of(self, frontend: SessionId) -> _Gathered:
+        return self._by_frontend.setdefault(frontend, _Gathered())

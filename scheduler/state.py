@@ -1,0 +1,76 @@
+"""The table of live requests, and how many of them count against the bounds of the waiting queue."""
+
+from collections.abc import Iterator
+
+from octavo.scheduler.errors import InvariantViolation
+from octavo.scheduler.sequence import Request
+from octavo.wire.ids import Handle, SessionId
+
+
+class RequestTable:
+    """Requests by frontend and handle, from admission to their end.
+
+    The law: `num_unstarted` and `num_unstarted_tokens` count the requests that no plan has named yet; replays, which an
+    earlier scheduler or session had admitted already, are counted in `num_unstarted_replays` instead.
+    """
+
+    def __init__(self) -> None:
+        self.num_unstarted = 0
+        self.num_unstarted_tokens = 0
+        self.num_unstarted_replays = 0
+        self._by_frontend: dict[SessionId, dict[Handle, Request]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(requests) for requests in self._by_frontend.values())
+
+    def __iter__(self) -> Iterator[Request]:
+        for requests in self._by_frontend.values():
+            yield from requests.values()
+
+    def find(self, frontend: SessionId, handle: int) -> Request | None:
+        """Return a live request."""
+        return self._by_frontend.get(frontend, {}).get(Handle(handle))
+
+    def of_frontend(self, frontend: SessionId) -> list[Request]:
+        """Return a frontend's live requests."""
+        return list(self._by_frontend.get(frontend, {}).values())
+
+    def add(self, request: Request) -> None:
+        """Admit a request."""
+        self._by_frontend.setdefault(request.frontend, {})[request.handle] = request
+        self._count(request, 1)
+
+    def mark_started(self, request: Request) -> None:
+        """Take note that a plan names the request for the first time."""
+        self._count(request, -1)
+        request.is_started = True
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        requests = self._by_frontend[request.frontend]
+        del requests[request.handle]
+        if not requests:
+            del self._by_frontend[request.frontend]
+        self._count(request, -1)
+
+    def check(self) -> None:
+        """Prove the counts.
+
+        Raises:
+            InvariantViolation: one is wrong.
+        """
+        unstarted = [r for r in self if not r.is_started]
+        new = [r for r in unstarted if not r.is_replay]
+        found = (len(new), sum(r.num_queued_tokens for r in new), len(unstarted) - len(new))
+        counted = (self.num_unstarted, self.num_unstarted_tokens, self.num_unstarted_replays)
+        if found != counted:
+            raise InvariantViolation(f"unstarted requests, tokens, replays are {found}, counted {counted}")
+
+    def _count(self, request: Request, sign: int) -> None:
+        if request.is_started:
+            return
+        if request.is_replay:
+            self.num_unstarted_replays += sign
+        else:
+            self.num_unstarted += sign
+            self.num_unstarted_tokens += sign * request.num_queued_tokens

@@ -1,0 +1,255 @@
+"""The core against random schedules: whatever happens, every token is the one of the solo run."""
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from octavo.wire.ids import SessionId
+from octavo.wire.requests import FailureCode
+from tests.support.core_driver import Client, CoreDriver, make_config
+from tests.support.fake_model import make_facts
+
+VOCAB = 50
+FAULTY_SEED = 99
+
+
+def faults(ids: Sequence[int], seed: int, choice: int) -> bool:
+    """Break choice 1 of requests with FAULTY_SEED at their twelfth token."""
+    return seed == FAULTY_SEED and choice == 1 and len(ids) >= 12
+
+
+def make_prompt(length: int, content: int) -> list[int]:
+    """Return a prompt that `content` decides."""
+    random = Random(content)
+    return [random.randrange(VOCAB) for _ in range(length)]
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Everything that can happen to the core, in any order."""
+
+    driver: CoreDriver
+    frontends: int
+
+    @initialize(
+        num_blocks=st.integers(4, 14),
+        block_size=st.sampled_from([1, 2, 4, 16]),
+        num_rows=st.integers(1, 4),
+        budget=st.integers(1, 24),
+        chunk=st.sampled_from([0, 1, 3, 8]),
+        depth=st.integers(1, 3),
+        max_preemptions=st.integers(0, 3),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_rows: int,
+        budget: int,
+        chunk: int,
+        depth: int,
+        max_preemptions: int,
+    ) -> None:
+        facts = make_facts(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            vocab_size=VOCAB,
+            max_model_len=64,
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=budget,
+        )
+        config = make_config(long_prefill_token_threshold=chunk, pipeline_depth=depth, max_preemptions=max_preemptions)
+        self.driver = CoreDriver(facts, config, fault_rule=faults)
+        self.frontends = 1
+        self.driver.worker_ready()
+
+    def live(self) -> list[Client]:
+        return [client for client in self.driver.clients.values() if client.is_live]
+
+    @rule(
+        num_prompt=st.integers(1, 40),
+        max_tokens=st.integers(1, 40),
+        content=st.integers(0, 2**16),
+        num_choices=st.sampled_from([1, 1, 1, 2, 3]),
+        seed=st.sampled_from([0, 1, 2, FAULTY_SEED]),
+        stops=st.lists(st.integers(0, VOCAB - 1), max_size=4),
+        min_tokens=st.integers(0, 10),
+        deadline_s=st.sampled_from([None, None, 5.0, 50.0]),
+    )
+    def submit(
+        self,
+        num_prompt: int,
+        max_tokens: int,
+        content: int,
+        num_choices: int,
+        seed: int,
+        stops: list[int],
+        min_tokens: int,
+        deadline_s: float | None,
+    ) -> None:
+        limits = self.driver.core.limits
+        assert limits is not None
+        num_prompt = min(num_prompt, limits.max_model_len - 1)
+        max_tokens = min(max_tokens, limits.max_model_len - num_prompt)
+        self.driver.submit(
+            make_prompt(num_prompt, content),
+            max_tokens,
+            frontend=SessionId(self.frontends),
+            num_choices=num_choices,
+            stop_ids=stops,
+            min_tokens=min(min_tokens, max_tokens),
+            seed=seed,
+            deadline_s=deadline_s,
+            is_faulty=seed == FAULTY_SEED,
+        )
+
+    @rule()
+    def execute(self) -> None:
+        self.driver.execute()
+
+    @rule()
+    def deliver(self) -> None:
+        self.driver.deliver()
+
+    @rule(count=st.integers(1, 20))
+    def several_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.driver.execute()
+            self.driver.deliver()
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.driver.cancel(data.draw(st.sampled_from(self.live())))
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def stop_choice(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(self.live()))
+        self.driver.stop_choice(client, data.draw(st.sampled_from(sorted(client.choices_left))))
+
+    @rule(seconds=st.sampled_from([0.1, 6.0]))
+    def wait(self, seconds: float) -> None:
+        self.driver.now += seconds
+        self.driver.tell()
+
+    @precondition(lambda self: self.driver.model is not None)
+    @rule()
+    def lose_worker(self) -> None:
+        self.driver.lose_worker()
+
+    @precondition(lambda self: self.driver.model is None)
+    @rule()
+    def worker_back(self) -> None:
+        self.driver.worker_ready()
+
+    @rule()
+    def replay(self) -> None:
+        self.frontends += 1
+        self.driver.replay(SessionId(self.frontends - 1), SessionId(self.frontends))
+
+    @invariant()
+    def nobody_is_sent_away(self) -> None:
+        assert not self.driver.ended_sessions
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.drain()
+            for received in self.driver.received.values():
+                assert all(
+                    f.code in (FailureCode.DEADLINE, FailureCode.INTERNAL, FailureCode.UNAVAILABLE)
+                    for f in received.failed.values()
+                )
+
+
+TestCoreMachine = CoreMachine.TestCase
+TestCoreMachine.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+ACTIONS = {
+    "submit": 12,
+    "execute": 30,
+    "deliver": 30,
+    "step": 60,
+    "cancel": 2,
+    "stop": 2,
+    "wait": 0.5,
+    "lose": 0.5,
+    "replay": 0.5,
+}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_long_random_runs_end_with_solo_outputs_and_everything_free(seed: int) -> None:
+    """Deeper than the machine above goes: pools so small that most sequences are preempted."""
+    random = Random(seed)
+    block_size = random.choice([1, 2, 4, 16])
+    num_tokens = random.randint(24, 64)
+    facts = make_facts(
+        num_blocks=1 + -(-num_tokens // block_size),
+        block_size=block_size,
+        vocab_size=VOCAB,
+        max_model_len=num_tokens - random.randint(0, 8),
+        max_num_seqs=random.randint(2, 6),
+        max_num_batched_tokens=random.choice([1, 5, 16, 64, 64]),
+    )
+    config = make_config(
+        long_prefill_token_threshold=random.choice([0, 3]),
+        pipeline_depth=random.randint(1, 3),
+        max_preemptions=random.randint(0, 3),
+    )
+    driver = CoreDriver(facts, config, fault_rule=faults)
+    driver.worker_ready()
+    frontends = 1
+    for _ in range(400):
+        driver.now += 0.05
+        live = [client for client in driver.clients.values() if client.is_live]
+        match random.choices(list(ACTIONS), list(ACTIONS.values()))[0]:
+            case "submit" if len(live) < 12:
+                submit_random(driver, random, SessionId(frontends))
+            case "execute":
+                driver.execute()
+            case "deliver":
+                driver.deliver()
+            case "step":
+                driver.step()
+            case "cancel" if live:
+                driver.cancel(random.choice(live))
+            case "stop" if live:
+                client = random.choice(live)
+                driver.stop_choice(client, random.choice(sorted(client.choices_left)))
+            case "wait":
+                driver.now += 3.0
+                driver.tell()
+            case "lose":
+                driver.lose_worker()
+                driver.worker_ready()
+            case "replay":
+                frontends += 1
+                driver.replay(SessionId(frontends - 1), SessionId(frontends))
+    driver.drain()
+    assert not driver.ended_sessions
+
+
+def submit_random(driver: CoreDriver, random: Random, frontend: SessionId) -> None:
+    limits = driver.core.limits
+    assert limits is not None
+    num_prompt = random.randint(1, limits.max_model_len - 1)
+    max_tokens = random.randint(1, limits.max_model_len - num_prompt)
+    seed = random.choice([0, 1, 2, FAULTY_SEED])
+    driver.submit(
+        make_prompt(num_prompt, random.randrange(100)),
+        max_tokens,
+        frontend=frontend,
+        num_choices=random.choice([1, 1, 1, 2, 3]),
+        stop_ids=random.sample(range(VOCAB), random.randint(0, 2)),
+        min_tokens=random.randint(0, max_tokens),
+        seed=seed,
+        deadline_s=random.choice([None, None, None, 2.0]),
+        is_faulty=seed == FAULTY_SEED,
+    )

@@ -1,0 +1,352 @@
+"""Drives the scheduler's core with the fake model, on a clock of its own, and compares every token with the solo run.
+
+The driver plays frontends, network and worker: plans wait to be executed, results wait to be delivered, and a test says
+when. After every call of the core its invariants are checked, and each plan is compared with what is still alive.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.core import Scheduler
+from octavo.scheduler.events import (
+    ChoiceStopped,
+    Event,
+    FrontendLost,
+    RequestCancelled,
+    RequestSubmitted,
+    StepCompleted,
+    WorkerLost,
+    WorkerReady,
+)
+from octavo.scheduler.instructions import EmitOutput, EndFrontendSession, EndWorkerSession, Instruction, SendPlan
+from octavo.wire.columns import unpack_ints
+from octavo.wire.handshake import WorkerFacts
+from octavo.wire.ids import SessionId
+from octavo.wire.plan import StepPlan, StepResult
+from octavo.wire.requests import (
+    CancelRequest,
+    FailureCode,
+    FinishChoice,
+    FinishReason,
+    RequestFailed,
+    StepOutput,
+    SubmitRequest,
+)
+from tests.support.fake_frontend import Received, make_submit
+from tests.support.fake_model import FakeModel, FaultRule, Rule, hash_rule, solo_run
+
+FRONTEND = SessionId(7)
+
+
+def make_config(
+    *,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    max_model_len: int | None = None,
+    long_prefill_token_threshold: int = 0,
+    pipeline_depth: int = 2,
+    max_waiting_requests: int = 1024,
+    max_waiting_tokens: int = 2**20,
+    max_preemptions: int = 3,
+) -> SchedulerConfig:
+    """Return a configuration for the core alone."""
+    return SchedulerConfig(
+        address="ipc:///unused",
+        config_digest="digest",
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        long_prefill_token_threshold=long_prefill_token_threshold,
+        pipeline_depth=pipeline_depth,
+        max_waiting_requests=max_waiting_requests,
+        max_waiting_tokens=max_waiting_tokens,
+        max_preemptions=max_preemptions,
+    )
+
+
+@dataclass
+class Client:
+    """What a test knows of one request, and what it expects."""
+
+    frontend: SessionId
+    handle: int
+    message: SubmitRequest
+    prompt: list[int]
+    expected: list[list[int]]  # by choice: the solo run
+    choices_left: set[int]
+    is_faulty: bool = False
+    is_gone: bool = False  # cancelled, or failed
+    stopped_at: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """As plans name it."""
+        return f"{self.frontend:x}-{self.handle}"
+
+    @property
+    def is_live(self) -> bool:
+        """Whether anything is still to come."""
+        return not self.is_gone and bool(self.choices_left)
+
+
+class CoreDriver:
+    """One core with one worker, which may be lost and come back.
+
+    Args:
+        facts: of the worker.
+        config: of the scheduler.
+        rule: the model; default: a hash of all tokens.
+        fault_rule: which rows fault.
+    """
+
+    def __init__(
+        self,
+        facts: WorkerFacts,
+        config: SchedulerConfig | None = None,
+        rule: Rule | None = None,
+        fault_rule: FaultRule | None = None,
+    ) -> None:
+        self.config = config or make_config()
+        self.facts = facts
+        self.rule = rule or hash_rule(facts.vocab_size)
+        self.fault_rule = fault_rule
+        self.core = Scheduler(self.config)
+        self.now = 1000.0
+        self.epoch = SessionId(0)
+        self.model: FakeModel | None = None
+        self.sent: deque[StepPlan] = deque()  # not executed yet
+        self.results: deque[StepResult] = deque()  # not delivered yet
+        self.plans: list[StepPlan] = []
+        self.clients: dict[tuple[SessionId, int], Client] = {}
+        self.received: dict[SessionId, Received] = {}
+        self.ended_sessions: list[EndFrontendSession | EndWorkerSession] = []
+        self._row_names: dict[int, str] = {}
+        self._next_handle = 0
+
+    # What happens outside
+
+    def tell(self, *events: Event) -> list[Instruction]:
+        """Tell the core what has happened, play the receivers of its instructions, check everything."""
+        instructions = self.core.on_events(events, self.now)
+        for instruction in instructions:
+            match instruction:
+                case SendPlan(plan):
+                    self._take_plan(plan)
+                case EmitOutput(frontend, output):
+                    self._take_output(frontend, output)
+                case EndFrontendSession() | EndWorkerSession():
+                    self.ended_sessions.append(instruction)
+        self.core.check()
+        assert len(self.sent) + len(self.results) <= self.config.pipeline_depth
+        return instructions
+
+    def worker_ready(self) -> list[Instruction]:
+        """Bring a fresh worker."""
+        self.epoch = SessionId(self.epoch + 1)
+        self.model = FakeModel(self.facts, self.rule, self.fault_rule)
+        self.sent.clear()
+        self.results.clear()
+        self._row_names.clear()
+        return self.tell(WorkerReady(self.epoch, self.facts))
+
+    def lose_worker(self) -> list[Instruction]:
+        """Let the worker die, with all that is under way."""
+        self.model = None
+        self.sent.clear()
+        self.results.clear()
+        self._row_names.clear()
+        return self.tell(WorkerLost(self.epoch, "test"))
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        frontend: SessionId = FRONTEND,
+        num_choices: int = 1,
+        stop_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+        seed: int = 0,
+        deadline_s: float | None = None,
+        is_faulty: bool = False,
+    ) -> Client:
+        """Send a request and expect its solo run."""
+        self._next_handle += 1
+        message = make_submit(
+            self._next_handle,
+            prompt,
+            max_tokens,
+            num_choices=num_choices,
+            stop_ids=stop_ids,
+            min_tokens=min_tokens,
+            seed=seed,
+            deadline_s=deadline_s,
+        )
+        expected = [
+            solo_run(
+                self.rule,
+                prompt,
+                seed=seed,
+                choice=choice,
+                max_output=max_tokens,
+                stop_ids=stop_ids,
+                min_tokens=min_tokens,
+                vocab_size=self.facts.vocab_size,
+            )
+            for choice in range(num_choices)
+        ]
+        client = Client(
+            frontend, message.handle, message, list(prompt), expected, set(range(num_choices)), is_faulty=is_faulty
+        )
+        self.clients[frontend, message.handle] = client
+        self.tell(RequestSubmitted(frontend, message))
+        return client
+
+    def cancel(self, client: Client) -> None:
+        """The caller goes away."""
+        self.tell()  # what is due now comes first
+        if not client.is_live:
+            return
+        client.is_gone = True
+        self.tell(RequestCancelled(client.frontend, CancelRequest(client.handle)))
+
+    def stop_choice(self, client: Client, choice: int) -> None:
+        """The frontend finds a stop string at the newest token."""
+        self.tell()
+        if not client.is_live:
+            return
+        client.choices_left.discard(choice)
+        num_tokens = len(self.tokens(client, choice))
+        client.stopped_at[choice] = num_tokens
+        self.tell(ChoiceStopped(client.frontend, FinishChoice(client.handle, choice, num_tokens)))
+
+    def replay(self, frontend: SessionId, new_frontend: SessionId) -> None:
+        """A frontend loses its session and sends what is live again in a new one, with the ids that it has."""
+        self.tell()
+        live = [c for c in self.clients.values() if c.frontend == frontend and c.is_live]
+        old = self.received.pop(frontend, Received())
+        for client in self.clients.values():
+            client.is_gone = client.is_gone or client.frontend == frontend
+        self.tell(FrontendLost(frontend))
+        for client in live:
+            outputs = [old.tokens[client.handle, choice] for choice in range(len(client.expected))]
+            finished = set(range(len(client.expected))) - client.choices_left
+            self._next_handle += 1
+            params = client.message
+            message = make_submit(
+                self._next_handle,
+                client.prompt,
+                params.max_tokens,
+                num_choices=params.num_choices,
+                stop_ids=unpack_ints(params.stop_token_ids),
+                min_tokens=params.sampling.min_tokens,
+                seed=params.sampling.seed,
+                output_ids=outputs,
+                finished=sorted(finished),
+            )
+            again = Client(
+                new_frontend,
+                message.handle,
+                message,
+                client.prompt,
+                client.expected,
+                set(client.choices_left),
+                client.is_faulty,
+            )
+            self.clients[new_frontend, message.handle] = again
+            for choice, ids in enumerate(outputs):
+                self._received(new_frontend).resume(message.handle, choice, ids)
+            self.tell(RequestSubmitted(new_frontend, message))
+
+    def execute(self) -> bool:
+        """Let the worker execute its next plan; False if there is none."""
+        if self.model is None or not self.sent:
+            return False
+        self.results.append(self.model.execute(self.sent.popleft()))
+        return True
+
+    def deliver(self) -> bool:
+        """Deliver the next result; False if there is none."""
+        if not self.results:
+            return False
+        self.tell(StepCompleted(self.results.popleft()))
+        return True
+
+    def step(self) -> bool:
+        """Execute and deliver one plan; False if there is none."""
+        return self.execute() and self.deliver()
+
+    def drain(self) -> None:
+        """Run until all requests have ended; then everything must be free."""
+        if self.model is None:
+            self.worker_ready()
+        work = sum(len(c.prompt) + sum(map(len, c.expected)) for c in self.clients.values())
+        for _ in range(20 * work + 100):
+            if not any(c.is_live for c in self.clients.values()):
+                break
+            if self.results:
+                self.deliver()
+            else:
+                assert self.execute(), "live requests, but no plan is under way"
+        assert not any(c.is_live for c in self.clients.values()), "requests do not end"
+        while self.execute() or self.deliver():
+            pass
+        figures = self.core.figures
+        assert (figures.num_requests, figures.num_running, figures.num_waiting) == (0, 0, 0)
+        assert figures.num_free_blocks == self.facts.num_blocks - 1
+        assert self.core.next_timer is None
+
+    # What tests look at
+
+    def tokens(self, client: Client, choice: int = 0) -> list[int]:
+        """Return what has been received for a choice."""
+        return self._received(client.frontend).tokens[client.handle, choice]
+
+    def failure(self, client: Client) -> RequestFailed:
+        """Return how a request failed."""
+        return self._received(client.frontend).failed[client.handle]
+
+    def reason(self, client: Client, choice: int = 0) -> FinishReason:
+        """Return how a choice ended."""
+        return self._received(client.frontend).finished[client.handle, choice].reason
+
+    def _received(self, frontend: SessionId) -> Received:
+        return self.received.setdefault(frontend, Received())
+
+    def _take_plan(self, plan: StepPlan) -> None:
+        assert plan.epoch == self.epoch
+        for row in unpack_ints(plan.freed_rows):
+            del self._row_names[row]
+        for new in plan.new_rows:
+            self._row_names[new.row] = new.request
+        alive = {c.name for c in self.clients.values() if c.is_live}
+        for row in unpack_ints(plan.row):
+            assert self._row_names[row] in alive, f"plan {plan.step} names {self._row_names[row]}, which has ended"
+        self.sent.append(plan)
+        self.plans.append(plan)
+
+    def _take_output(self, frontend: SessionId, output: StepOutput) -> None:
+        received = self._received(frontend)
+        received.take(output)
+        touched = zip(unpack_ints(output.handle), unpack_ints(output.choice), strict=True)
+        for handle, choice in set(touched):
+            client = self.clients[frontend, handle]
+            assert not client.is_gone, f"output for {client.name}, which is gone"
+            assert choice in client.choices_left, f"output for choice {choice} of {client.name}, which has ended"
+            got = received.tokens[handle, choice]
+            assert got == client.expected[choice][: len(got)], f"{client.name}/{choice} differs from its solo run"
+        for finished in output.finished:
+            client = self.clients[frontend, finished.handle]
+            expected = client.expected[finished.choice]
+            assert received.tokens[finished.handle, finished.choice] == expected, "ended early"
+            is_stop = expected[-1] in unpack_ints(client.message.stop_token_ids)
+            is_stop = is_stop and len(expected) > client.message.sampling.min_tokens
+            assert finished.reason == (FinishReason.STOP if is_stop else FinishReason.LENGTH)
+            client.choices_left.discard(finished.choice)
+        for failed in output.failed:
+            client = self.clients[frontend, failed.handle]
+            assert client.is_live, f"{failed} after the end"
+            assert client.is_faulty or failed.code is not FailureCode.INTERNAL, f"{failed} without a fault"
+            client.is_gone = True
