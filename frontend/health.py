@@ -2,7 +2,8 @@
 
 import asyncio
 
-from grpc_health.v1 import health, health_pb2
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 GENERATION_SERVICE = "octavo.v1.GenerationService"
 
@@ -15,10 +16,14 @@ class Health:
     """
 
     def __init__(self, served_model_names: tuple[str, ...]) -> None:
-        self.servicer = health.aio.HealthServicer()
+        self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._names = ("", GENERATION_SERVICE, *served_model_names)
         self._serving: bool | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Offer the service."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     def set(self, serving: bool) -> None:
         """Set the status of the service and of its models."""
@@ -30,9 +35,9 @@ class Health:
 
     async def drain(self) -> None:
         """Say NOT_SERVING from now on, whatever `set` is told."""
-        await self.servicer.enter_graceful_shutdown()
+        await self._servicer.enter_graceful_shutdown()
 
     async def _set(self, serving: bool) -> None:
         response = health_pb2.HealthCheckResponse
         for name in self._names:
-            await self.servicer.set(name, response.SERVING if serving else response.NOT_SERVING)
+            await self._servicer.set(name, response.SERVING if serving else response.NOT_SERVING)

@@ -100,7 +100,7 @@ def _read_eos_ids(
 ) -> tuple[int, ...]:
     """Unite what generation_config.json (else config.json) and the tokenizer call the end of a sequence."""
     name = "generation_config.json" if generation_config.get("eos_token_id") is not None else "config.json"
-    entry = generation_config.get("eos_token_id", None)
+    entry = generation_config.get("eos_token_id")
     if entry is None:
         entry = config.get("eos_token_id")
     listed = [] if entry is None else entry if isinstance(entry, list) else [entry]

@@ -9,7 +9,7 @@ from octavo.v1 import generation_pb2 as pb
 from octavo.wire.columns import unpack_floats, unpack_ints
 from octavo.wire.requests import ChoiceLogprobs, FinishReason
 
-_REASONS: dict[FinishReason, pb.FinishReason] = {
+_REASONS: dict[FinishReason, pb.FinishReason.ValueType] = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
@@ -28,9 +28,9 @@ def started_event(stream: Stream, request_id: str, model: str) -> pb.GenerateStr
 
 def delta_event(stream: Stream, chunk: Chunk, tokenizer: ModelTokenizer) -> pb.GenerateStreamResponse:
     """Return a chunk as an event."""
-    delta = pb.Delta(index=chunk.index, text=chunk.text, first_token=chunk.first_token)
+    delta = pb.Delta(index=chunk.choice, text=chunk.text, first_token=chunk.first_token)
     if stream.journal.call.params.token_ids:
-        ids = stream.choices[chunk.index].ids
+        ids = stream.choices[chunk.choice].ids
         delta.token_ids.extend(ids[chunk.first_token : chunk.first_token + chunk.num_tokens])
     if chunk.logprobs:
         delta.logprobs.extend(_token_logprobs(stream, chunk, tokenizer))
@@ -42,11 +42,13 @@ def finished_event(stream: Stream, index: int, end: ChoiceEnd, is_last: bool) ->
     finished = pb.Finished(
         index=index,
         finish_reason=_REASONS[end.reason],
-        stop_string=end.stop_string,
-        stop_token_id=end.stop_token_id,
         usage=_usage(stream) if is_last else None,
         completion_tokens=end.num_tokens,
     )
+    if end.stop_string is not None:
+        finished.stop_string = end.stop_string
+    if end.stop_token_id is not None:
+        finished.stop_token_id = end.stop_token_id
     return pb.GenerateStreamResponse(finished=finished)
 
 
@@ -56,7 +58,7 @@ def whole_response(stream: Stream, request_id: str, model: str, tokenizer: Model
     choices = [pb.Choice(index=i) for i in range(len(stream.choices))]
     for item in stream.take(stream.journal.call.max_tokens):
         if isinstance(item, Chunk):
-            choice = choices[item.index]
+            choice = choices[item.choice]
             choice.text += item.text
             choice.logprobs.extend(_token_logprobs(stream, item, tokenizer))
         else:
@@ -75,7 +77,7 @@ def whole_response(stream: Stream, request_id: str, model: str, tokenizer: Model
 
 
 def _token_logprobs(stream: Stream, chunk: Chunk, tokenizer: ModelTokenizer) -> list[pb.TokenLogprob]:
-    ids = stream.choices[chunk.index].ids
+    ids = stream.choices[chunk.choice].ids
     return [_token_logprob(ids[entry.position], entry, tokenizer) for entry in chunk.logprobs]
 
 

@@ -48,6 +48,12 @@ class SchedulerClient:
         boot_id: identity of this process's life.
         on_change: called when `serving` may have changed.
 
+    Attributes:
+        facts: of the newest session, None before the first.
+        reason: why steps cannot be made, '' while they can.
+        check_facts: says why the model cannot be served with these facts, None if it can.
+        refused: done when the scheduler, or this frontend, finds that the two can never work together; says why.
+
     Raises (on construction):
         WireError: the address is malformed.
     """
@@ -63,6 +69,7 @@ class SchedulerClient:
         self.boot_id = boot_id
         self.facts: ServiceFacts | None = None  # of the newest session
         self.reason = "the scheduler cannot be reached yet"
+        self.check_facts: Callable[[ServiceFacts], str | None] = lambda _facts: None
         self.streams = StreamTable()
         self.refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._config = config
@@ -184,12 +191,12 @@ class SchedulerClient:
         if self._peer.channel.socket is not self._watched:
             self._watch()
         self._flush()
-        if self._peer.channel.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if _events(self._peer.channel.socket) & zmq.POLLIN:
             self._pump_soon()
 
     def _flush(self) -> None:
         socket = self._peer.channel.socket
-        while self._outbox and socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
+        while self._outbox and _events(socket) & zmq.POLLOUT:
             if not self._peer.send(self._outbox.popleft()):
                 self._pump_soon()
                 return
@@ -227,6 +234,8 @@ class SchedulerClient:
         if not isinstance(event.welcome, FrontendWelcome):
             raise PeerRefused("the scheduler takes this frontend for a worker")
         _log.info("session %x with scheduler %s", event.session, event.welcome.scheduler_boot_id)
+        if (objection := self.check_facts(event.welcome.facts)) is not None:
+            raise PeerRefused(objection)
         self.facts = event.welcome.facts
         self._lost_since = None
         self._outbox.clear()
@@ -274,3 +283,7 @@ class SchedulerClient:
         for descriptor in self._descriptors:
             self._loop.remove_reader(descriptor)
         self._descriptors = ()
+
+
+def _events(socket: "zmq.Socket[bytes]") -> int:
+    return int(socket.getsockopt(zmq.EVENTS))

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
 import grpc
 import zmq
@@ -67,8 +66,7 @@ class Frontend:
         """
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._service, self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, self._server)
-        self._server.add_registered_method_handlers
-        _add_health(self._health, self._server)
+        self._health.add_to(self._server)
         names = (GENERATION_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         self._health.set(False)
@@ -80,3 +78,69 @@ class Frontend:
         if not self.port:
             raise CannotListen(f"cannot listen on {address}: is the port taken, or the host another's?")
         await self._server.start()
+
+    async def load(self) -> None:
+        """Read the model, and begin to look for the scheduler.
+
+        Raises:
+            ModelFilesError: a file of the model is missing or broken.
+            WireError: the scheduler's address is malformed.
+        """
+        loop = asyncio.get_running_loop()
+        model = await loop.run_in_executor(self._executor, load_model_files, self.config.model_path)
+        client = SchedulerClient(self._context, self.config, model.digest, new_boot_id(), self._on_change)
+        self.client = client
+        self._service.attach(model, client)
+        self._admin.attach(client)
+        client.check_facts = lambda facts: check_vocabulary(model, facts.vocab_size)
+        client.start()
+
+    async def drain(self) -> None:
+        """Take no new requests and let the running ones end, for `grace_s`; then they end UNAVAILABLE."""
+        self._draining = True
+        self._service.refuse_new()
+        await self._health.drain()
+        try:
+            await asyncio.wait_for(self._service.wait_idle(), self.config.grace_s)
+        except TimeoutError:
+            _log.warning("requests were still running after %g s of grace", self.config.grace_s)
+
+    async def stop(self) -> None:
+        """End what still runs with UNAVAILABLE, say Goodbye to the scheduler, close everything."""
+        self._draining = True
+        self._service.refuse_new()
+        if self.client is not None:
+            for stream in self.client.streams:
+                stream.fail(Unavailable("the frontend has stopped"))
+        await self._server.stop(STOP_GRACE_S)
+        if self.client is not None:
+            self.client.leave("the frontend stops")
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        # Waits for the Goodbye to be written, for the linger time at most.
+        await asyncio.get_running_loop().run_in_executor(None, self._context.term)
+
+    def _on_change(self) -> None:
+        if self.client is not None and not self._draining:
+            self._health.set(self.client.serving)
+
+
+def check_vocabulary(model: ModelFiles, vocab_size: int) -> str | None:
+    """Return why a model cannot be served whose tokenizer knows ids that its embedding lacks; None if it can."""
+    if model.tokenizer.num_ids > vocab_size:
+        return f"the tokenizer has ids up to {model.tokenizer.num_ids - 1}, the embedding only {vocab_size} rows"
+    outside = [token_id for token_id in model.eos_ids if token_id >= vocab_size]
+    if outside:
+        return f"eos_token_id {outside[0]} lies outside the embedding's {vocab_size} rows"
+    return None
+
+
+def _server_options(config: FrontendConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", int(config.reuse_port)),
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_CLIENT_PING_INTERVAL_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", KEEPALIVE_INTERVAL_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ]

@@ -196,7 +196,7 @@ class Stream:
 
     def on_failed(self, event: RequestFailed) -> None:
         """The request has ended at the scheduler without an answer."""
-        self._end_with(_FAILURES[event.code](event))
+        self._end_with(FAILURES[event.code](event))
 
     def fail(self, error: ServiceError) -> None:
         """End the request from this side, unless it has ended."""
@@ -309,7 +309,7 @@ class StreamTable:
                 stream.on_failed(failed)
 
 
-_FAILURES: dict[FailureCode, Callable[[RequestFailed], ServiceError]] = {
+FAILURES: dict[FailureCode, Callable[[RequestFailed], ServiceError]] = {
     FailureCode.INVALID: lambda e: InvalidArgument(e.message, field_path="input"),
     FailureCode.QUEUE_FULL: lambda e: QueueFull(e.message, retry_after_s=e.retry_after_s),
     FailureCode.UNAVAILABLE: lambda e: Unavailable(e.message, retry_after_s=e.retry_after_s),

@@ -41,9 +41,10 @@ class ModelTokenizer:
         added = description.get("added_tokens") or []
         self.special_ids = frozenset(int(token["id"]) for token in added if token.get("special"))
         # A token of one character cannot be told from text by a mark inside it; no model has such a special token.
-        contents = (str(t["content"]) for t in added if t.get("special") and len(t["content"]) > 1)
-        special_texts = sorted(contents, key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, special_texts))) if special_texts else None
+        specials = [(str(t["content"]), int(t["id"])) for t in added if t.get("special") and len(t["content"]) > 1]
+        self._special_ids_by_text = dict(specials)
+        texts = sorted(self._special_ids_by_text, key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
         rules = read_rules(description.get("decoder"))
         self._pieces = BytePieces(self._for_texts, rules, self.special_ids) if rules else None
         self._longest_bytes = max((len(token.encode()) for token in self._for_texts.get_vocab()), default=1)
@@ -80,7 +81,7 @@ class ModelTokenizer:
         start = 0
         for match in self._special_pattern.finditer(rendered) if self._special_pattern else ():
             ids += self._encode_part(rendered[start : match.start()], mark)
-            ids.append(self._for_texts.token_to_id(match.group()))
+            ids.append(self._special_ids_by_text[match.group()])
             start = match.end()
         return ids + self._encode_part(rendered[start:], mark)
 

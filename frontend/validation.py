@@ -216,7 +216,7 @@ def _check_prompt_length(num_tokens: int, bounds: Bounds, path: str) -> None:
 def _submessages(request: pb.GenerationInput) -> list[tuple[str, Message]]:
     found: list[tuple[str, Message]] = [("input", request)]
     for name in ("sampling", "stopping", "output", "chat", "token_ids"):
-        if request.HasField(name):  # type: ignore[arg-type]
+        if request.HasField(name):
             found.append((f"input.{name}", getattr(request, name)))
     if request.HasField("chat"):
         found += [(f"input.chat.messages[{i}]", m) for i, m in enumerate(request.chat.messages)]

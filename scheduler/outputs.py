@@ -12,10 +12,7 @@ from octavo.wire.requests import ChoiceFinished, ChoiceLogprobs, FinishReason, R
 @dataclass(slots=True)
 class _Gathered:
     started: list[RequestStarted] = field(default_factory=list)
-    handle: list[int] = field(default_factory=list)
-    choice: list[int] = field(default_factory=list)
-    position: list[int] = field(default_factory=list)
-    token: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # handle, choice, position and id of each
     logprobs: list[ChoiceLogprobs] = field(default_factory=list)
     finished: list[ChoiceFinished] = field(default_factory=list)
     failed: list[RequestFailed] = field(default_factory=list)
@@ -23,10 +20,10 @@ class _Gathered:
     def build(self) -> StepOutput:
         return StepOutput(
             tuple(self.started),
-            pack_ints(self.handle),
-            pack_ints(self.choice),
-            pack_ints(self.position),
-            pack_ints(self.token),
+            pack_ints(self.tokens[0::4]),
+            pack_ints(self.tokens[1::4]),
+            pack_ints(self.tokens[2::4]),
+            pack_ints(self.tokens[3::4]),
             tuple(self.logprobs),
             tuple(self.finished),
             tuple(self.failed),
@@ -49,10 +46,7 @@ class Outputs:
         request = sequence.request
         out = self._by_frontend.get(request.frontend) or self._of(request.frontend)
         position = len(sequence.output_ids) - 1
-        out.handle.append(request.handle)
-        out.choice.append(sequence.choice)
-        out.position.append(position)
-        out.token.append(sequence.output_ids[-1])
+        out.tokens += (request.handle, sequence.choice, position, sequence.output_ids[-1])
         if logprobs is not None:
             out.logprobs.append(
                 ChoiceLogprobs(

@@ -114,12 +114,18 @@ class Planner:
             if sequence.row is None:  # preempted for one before it
                 continue
             num_tokens = budget.offer(sequence.num_plannable)
-            if num_tokens > 0 and self._secure(sequence, num_tokens, budget, chosen):
-                self._choose(sequence, num_tokens, budget, chosen)
+            if num_tokens <= 0:
+                continue
+            end = sequence.num_planned + num_tokens
+            if end > sequence.num_blocks_sent * self.limits.block_size:
+                if not self._secure(sequence, end, budget, chosen):
+                    continue
+                self._tables.grow(sequence.number, end)
+            budget.give(num_tokens)
+            chosen[sequence] = num_tokens
 
-    def _secure(self, sequence: Sequence, num_tokens: int, budget: StepBudget, chosen: dict[Sequence, int]) -> bool:
-        """Preempt until a running sequence can grow; False if it had to give way itself."""
-        end = sequence.num_planned + num_tokens
+    def _secure(self, sequence: Sequence, end: int, budget: StepBudget, chosen: dict[Sequence, int]) -> bool:
+        """Preempt until a running sequence can grow to `end` tokens; False if it had to give way itself."""
         while not self._tables.can_grow(sequence.number, end):
             # A sequence that cannot grow is unprotected itself, so there is always a victim.
             victim = min(
@@ -157,7 +163,9 @@ class Planner:
                 self._tables.reserve(head.number, self._tables.blocks_for(head.max_stored_tokens))
             else:
                 num_owed += self._tables.blocks_for(head.num_known) - self._tables.blocks_for(num_tokens)
-            self._choose(head, num_tokens, budget, chosen)
+            self._tables.grow(head.number, num_tokens)
+            budget.give(num_tokens)
+            chosen[head] = num_tokens
             entered.append(head)
             num_new_ids += head.num_known
         return entered
@@ -177,26 +185,22 @@ class Planner:
                 owed += self._tables.blocks_for(s.num_known) - len(self._tables.table(s.number))
         return owed
 
-    def _choose(self, sequence: Sequence, num_tokens: int, budget: StepBudget, chosen: dict[Sequence, int]) -> None:
-        self._tables.grow(sequence.number, sequence.num_planned + num_tokens)
-        budget.give(num_tokens)
-        chosen[sequence] = num_tokens
-
     def _commit(self, step: int, chosen: dict[Sequence, int], entered: list[Sequence]) -> BuiltPlan:
         rows: list[PlannedRow] = []
         append_row: list[Row] = []
         append_block: list[BlockId] = []
         sampled: list[Row] = []
+        block_size = self.limits.block_size
         for sequence, num_tokens in chosen.items():
             if (row := sequence.row) is None:
                 raise InvariantViolation(f"{sequence.request.name}/{sequence.choice} is planned, but has no row")
-            table = self._tables.table(sequence.number)
-            if len(table) > sequence.num_blocks_sent:
+            sequence.num_planned += num_tokens
+            if sequence.num_planned > sequence.num_blocks_sent * block_size:
+                table = self._tables.table(sequence.number)
                 new_blocks = table[sequence.num_blocks_sent :]
                 append_row += [row] * len(new_blocks)
                 append_block += new_blocks
                 sequence.num_blocks_sent = len(table)
-            sequence.num_planned += num_tokens
             sequence.newest_step = step
             samples = sequence.num_planned == sequence.num_known + sequence.num_sampling
             if samples:

@@ -13,7 +13,6 @@ from octavo.worker.models.config import ModelConfig
 from octavo.worker.models.decoder import KVCache
 from octavo.worker.models.layers import Placement, ShardSpec
 
-
 MIN_BLOCKS = 2
 """Of a cache: the null block, and one to write to."""
 

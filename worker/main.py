@@ -28,9 +28,6 @@ def run(config: WorkerConfig) -> int:
     try:
         with StopSignal() as stop, zmq.Context() as context:
             _serve(config, stop, context)
-    except FileNotFoundError as error:
-        logger.error("%s: no such model folder or file", error.filename)
-        return EXIT_CONFIGURATION
     except (StartError, WireError) as error:
         logger.error("%s", error)
         return EXIT_CONFIGURATION
@@ -39,7 +36,11 @@ def run(config: WorkerConfig) -> int:
 
 def _serve(config: WorkerConfig, stop: StopSignal, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     boot_id = new_boot_id()
-    identity = WorkerIdentity(model_digest(config.model_path), boot_id)
+    try:
+        digest = model_digest(config.model_path)
+    except OSError as error:
+        raise StartError(f"{config.model_path} is no model folder: config.json: {error.strerror}") from error
+    identity = WorkerIdentity(digest, boot_id)
     peer = Peer(DealerChannel(context, config.address, boot_id), identity.hello, time.monotonic)
     try:
         loaded = load(config, lambda: keep_in_touch(peer, stop))

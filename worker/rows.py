@@ -152,9 +152,7 @@ class Rows:
         if min(ids) < 0 or max(ids) >= limits.vocab_size:
             raise PlanError(f"row {new.row} holds an id outside of [0, {limits.vocab_size})")
         self._ids[new.row, : len(ids)] = torch.tensor(ids, device=self._device)
-        self._states[new.row] = RowState(
-            new.request, new.num_prompt_tokens, len(ids), new.num_computed_tokens, sampler
-        )
+        self._states[new.row] = RowState(new.request, new.num_prompt_tokens, len(ids), new.num_computed_tokens, sampler)
 
     def _append(self, row: int, block: int) -> None:
         state = self.state(row)

@@ -108,7 +108,9 @@ def checkpoint_files(folder: Path) -> dict[Path, frozenset[str] | None]:
         files[folder / file] = frozenset(names)
     extra = sorted(path.name for path in folder.glob("*.safetensors") if path not in files)
     if extra:
-        logger.warning("%s does not name %d files beside it, which are not read: %s", index_path, len(extra), _some(extra))
+        logger.warning(
+            "%s does not name %d files beside it, which are not read: %s", index_path, len(extra), _some(extra)
+        )
     return files
 
 

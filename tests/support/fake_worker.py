@@ -105,7 +105,8 @@ class FakeWorker:
         """Answer `count` more plans, or all from now on."""
         with self._changed:
             self._allowed = None if count is None else (self._allowed or 0) + count
-        self._wake_end.send(b"x")
+        if not self._ending:
+            self._wake_end.send(b"x")
 
     def wait_for_plans(self, count: int) -> None:
         """Wait until `count` plans have been received in all."""
@@ -140,10 +141,12 @@ class FakeWorker:
             raise self.error
 
     def _end(self, how: str) -> None:
-        if self._thread.is_alive():
+        if not self._ending:
             self._ending = how
             self._wake_end.send(b"x")
             self._thread.join(WAIT_S)
+            self._wake.close()
+            self._wake_end.close()
 
     def _make_hello(self) -> WorkerHello:
         version, digest, rank = self._hello
@@ -164,7 +167,6 @@ class FakeWorker:
                     peer.leave("the test ends")
                 elif not peer.channel.socket.closed:
                     peer.channel.close()
-                self._wake.close()
 
     def _serve(self, peer: Peer) -> None:
         while not self._ending:

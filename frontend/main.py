@@ -1,0 +1,62 @@
+"""The frontend process: from its configuration to its exit status."""
+
+import asyncio
+import logging
+import signal
+
+from octavo.frontend.config import FrontendConfig
+from octavo.frontend.server import CannotListen, Frontend
+from octavo.frontend.tokenizer import ModelFilesError
+from octavo.wire.errors import WireError
+
+_log = logging.getLogger(__name__)
+
+
+def run(config: FrontendConfig) -> int:
+    """Serve until SIGTERM or SIGINT (drains; a second one stops at once); return the exit status.
+
+    0 after a stop by signal; 1 if the frontend cannot start or the scheduler refuses it, which the log explains.
+    """
+    return asyncio.run(_serve(config))
+
+
+async def _serve(config: FrontendConfig) -> int:
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    frontend = Frontend(config)
+    try:
+        await frontend.start()
+        _log.info("listening on %s:%d", config.host, frontend.port)
+        await frontend.load()
+    except (CannotListen, ModelFilesError, WireError) as error:
+        _log.error("%s", error)
+        await frontend.stop()
+        return 1
+    reason = await _wait_for_end(frontend, stop)
+    if reason is not None:
+        _log.error("cannot work with the scheduler: %s", reason)
+        await frontend.stop()
+        return 1
+    drain, second = asyncio.create_task(frontend.drain()), asyncio.create_task(stop_now.wait())
+    await asyncio.wait({drain, second}, return_when=asyncio.FIRST_COMPLETED)
+    drain.cancel()
+    second.cancel()
+    await frontend.stop()
+    return 0
+
+
+async def _wait_for_end(frontend: Frontend, stop: asyncio.Event) -> str | None:
+    """Wait for a signal (None) or for the scheduler's refusal (its reason)."""
+    if frontend.client is None:
+        return None
+    refused = frontend.client.refused
+    waiter = asyncio.create_task(stop.wait())
+    refused.add_done_callback(lambda _: waiter.cancel())
+    await asyncio.wait({waiter})
+    return refused.result() if refused.done() else None

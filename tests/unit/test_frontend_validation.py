@@ -1,0 +1,208 @@
+"""Every bad input is refused by field, value and limit; every good one becomes what it means."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+
+from octavo.frontend.config import FrontendConfig
+from octavo.frontend.errors import ContextLengthExceeded, InvalidArgument
+from octavo.frontend.model import SamplingDefaults
+from octavo.frontend.validation import (
+    Bounds,
+    GenerationCall,
+    GenerationParams,
+    check_params,
+    check_prompt_form,
+    check_token_ids,
+    resolve_call,
+)
+from octavo.v1 import generation_pb2 as pb
+from octavo.wire.columns import unpack_floats, unpack_ints
+
+CONFIG = FrontendConfig(model_path=Path("model"), served_model_names=("tiny",), address="ipc:///nowhere")
+BOUNDS = Bounds(CONFIG, vocab_size=300, max_model_len=64, defaults=SamplingDefaults(), eos_ids=(256,))
+
+
+def parse(**fields: Any) -> pb.GenerationInput:
+    return json_format.ParseDict(fields, pb.GenerationInput())
+
+
+def params(bounds: Bounds = BOUNDS, **fields: Any) -> GenerationParams:
+    return check_params(parse(**fields), bounds)
+
+
+def resolve(num_prompt_tokens: int, **stopping: Any) -> GenerationCall:
+    return resolve_call(params(stopping=stopping), "text", [1] * num_prompt_tokens, BOUNDS)
+
+
+INVALID = [
+    ({"sampling": {"n": 0}}, "input.sampling.n", "0", "128"),
+    ({"sampling": {"n": 10**9}}, "input.sampling.n", "1000000000", "128"),
+    ({"sampling": {"temperature": -1}}, "input.sampling.temperature", "-1", "0"),
+    ({"sampling": {"temperature": "NaN"}}, "input.sampling.temperature", "nan", "0"),
+    ({"sampling": {"temperature": "Infinity"}}, "input.sampling.temperature", "inf", "1e+06"),
+    ({"sampling": {"topP": 0}}, "input.sampling.top_p", "0", "1"),
+    ({"sampling": {"topP": -0.1}}, "input.sampling.top_p", "-0.1", "1"),
+    ({"sampling": {"topP": 1.1}}, "input.sampling.top_p", "1.1", "1"),
+    ({"sampling": {"topP": "NaN"}}, "input.sampling.top_p", "nan", "1"),
+    ({"sampling": {"topK": -2}}, "input.sampling.top_k", "-2", "-1"),
+    ({"sampling": {"minP": 1.5}}, "input.sampling.min_p", "1.5", "1"),
+    ({"sampling": {"minP": -0.5}}, "input.sampling.min_p", "-0.5", "0"),
+    ({"sampling": {"presencePenalty": 2.5}}, "input.sampling.presence_penalty", "2.5", "2"),
+    ({"sampling": {"frequencyPenalty": "-Infinity"}}, "input.sampling.frequency_penalty", "-inf", "-2"),
+    ({"sampling": {"repetitionPenalty": 0}}, "input.sampling.repetition_penalty", "0", "10"),
+    ({"sampling": {"repetitionPenalty": 11}}, "input.sampling.repetition_penalty", "11", "10"),
+    ({"sampling": {"logitBias": {"305": 1}}}, "input.sampling.logit_bias[305]", "305", "300"),
+    ({"sampling": {"logitBias": {"5": 1e9}}}, "input.sampling.logit_bias[5]", "1e+09", "100"),
+    ({"sampling": {"logitBias": {"5": "NaN"}}}, "input.sampling.logit_bias[5]", "nan", "100"),
+    ({"sampling": {"logitBias": {str(i): 1 for i in range(1025)}}}, "input.sampling.logit_bias", "1025", "1024"),
+    ({"sampling": {"allowedTokenIds": [1, 300]}}, "input.sampling.allowed_token_ids[1]", "300", "300"),
+    ({"sampling": {"allowedTokenIds": [1] * 65537}}, "input.sampling.allowed_token_ids", "65537", "65536"),
+    ({"stopping": {"maxTokens": 0}}, "input.stopping.max_tokens", "0", "1"),
+    ({"stopping": {"minTokens": 65}}, "input.stopping.min_tokens", "65", "64"),
+    ({"stopping": {"minTokens": 6, "maxTokens": 5}}, "input.stopping.min_tokens", "6", "5"),
+    ({"stopping": {"stopStrings": [""]}}, "input.stopping.stop_strings[0]", "empty", "empty"),
+    ({"stopping": {"stopStrings": ["x"] * 10_000}}, "input.stopping.stop_strings", "10000", "16"),
+    ({"stopping": {"stopStrings": ["x", "y" * 2**20]}}, "input.stopping.stop_strings[1]", "1048576", "1024"),
+    ({"stopping": {"stopTokenIds": [1, 2, 99999]}}, "input.stopping.stop_token_ids[2]", "99999", "300"),
+    ({"stopping": {"stopTokenIds": [1] * 257}}, "input.stopping.stop_token_ids", "257", "256"),
+    ({"output": {"logprobs": 10**6}}, "input.output.logprobs", "1000000", "20"),
+    ({"output": {"detokenize": False}, "stopping": {"stopStrings": ["x"]}}, "input.stopping.stop_strings", "", ""),
+]
+
+
+@pytest.mark.parametrize(("fields", "path", "value", "limit"), INVALID, ids=lambda v: str(v)[:60])
+def test_bad_parameters_are_named(fields: dict[str, Any], path: str, value: str, limit: str) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        params(**fields)
+    assert raised.value.field_path == path
+    assert value in raised.value.message
+    assert limit in raised.value.message
+
+
+def test_fields_of_other_versions_are_refused_rather_than_ignored() -> None:
+    # Field 7 is a constraint on the output where it exists: to ignore it would answer another question.
+    request = pb.GenerationInput.FromString(b"\x3a\x02\x12\x00" + parse(text="x").SerializeToString())
+    with pytest.raises(InvalidArgument, match="field number 7") as raised:
+        check_params(request, BOUNDS)
+    assert raised.value.field_path == "input"
+    request = parse(text="x")
+    request.sampling.MergeFromString(b"\x68\x01")
+    with pytest.raises(InvalidArgument, match="field number 13") as raised:
+        check_params(request, BOUNDS)
+    assert raised.value.field_path == "input.sampling"
+
+
+def test_unset_parameters_mean_the_defaults() -> None:
+    found = params()
+    row = found.sampling
+    assert (row.temperature, row.top_p, row.top_k, row.min_p, row.repetition_penalty) == (1.0, 1.0, 0, 0.0, 1.0)
+    assert (found.num_choices, found.max_tokens, found.min_tokens, found.logprobs) == (1, None, 0, None)
+    assert (found.detokenize, found.skip_special_tokens, found.token_ids) == (True, True, False)
+    assert found.ending_ids == {256}
+    assert not found.caller_stop_ids
+
+
+def test_the_models_own_defaults_hold_until_they_are_overridden() -> None:
+    bounds = Bounds(CONFIG, 300, 64, SamplingDefaults(0.6, 0.9, 20, 0.05, 1.1), (256,))
+    row = params(bounds).sampling
+    assert (row.temperature, row.top_p, row.top_k, row.min_p) == (0.6, 0.9, 20, 0.05)
+    assert row.repetition_penalty == 1.1
+    explicit = {"temperature": 0, "topP": 1, "topK": 0, "minP": 0, "repetitionPenalty": 1}
+    row = params(bounds, sampling=explicit).sampling
+    assert (row.temperature, row.top_p, row.top_k, row.min_p, row.repetition_penalty) == (0.0, 1.0, 0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(("given", "meant"), [(0, 0.0), (1e-6, 0.0), (9e-6, 0.0), (1e-4, 1e-4), (1.5, 1.5)])
+def test_tiny_temperatures_are_greedy(given: float, meant: float) -> None:
+    assert math.isclose(params(sampling={"temperature": given}).sampling.temperature, meant, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(("given", "meant"), [(-1, 0), (0, 0), (1, 1), (299, 299), (300, 0), (10**9, 0)])
+def test_top_k_of_everything_is_off(given: int, meant: int) -> None:
+    assert params(sampling={"topK": given}).sampling.top_k == meant
+
+
+def test_seeds_are_kept_or_drawn() -> None:
+    assert params(sampling={"seed": "0"}).sampling.seed == 0
+    assert params(sampling={"seed": str(2**64 - 1)}).sampling.seed == 2**64 - 1
+    assert params().sampling.seed != params().sampling.seed
+
+
+def test_ends_of_sequence_and_stop_ids() -> None:
+    found = params(stopping={"stopTokenIds": [7, 5, 7], "minTokens": 2})
+    assert (found.ending_ids, found.caller_stop_ids) == ({5, 7, 256}, {5, 7})
+    assert list(unpack_ints(found.sampling.stop_token_ids)) == [5, 7, 256]
+    ignoring = params(stopping={"stopTokenIds": [7], "ignoreEos": True})
+    assert ignoring.ending_ids == {7}
+
+
+def test_biases_and_allowed_ids_become_columns() -> None:
+    row = params(sampling={"logitBias": {"9": -100, "3": 2.5}, "allowedTokenIds": [4, 2, 4]}).sampling
+    assert list(unpack_ints(row.logit_bias_ids)) == [3, 9]
+    assert list(unpack_floats(row.logit_bias_values)) == [2.5, -100.0]
+    assert list(unpack_ints(row.allowed_token_ids)) == [2, 4]
+
+
+def test_logprobs_zero_is_not_unset() -> None:
+    assert params(output={"logprobs": 0}).sampling.logprobs == 0
+    assert params().sampling.logprobs == -1
+
+
+def test_a_prompt_is_needed() -> None:
+    for fields, path in [
+        ({}, "input.prompt"),
+        ({"text": ""}, "input.text"),
+        ({"tokenIds": {}}, "input.token_ids.ids"),
+        ({"chat": {}}, "input.chat.messages"),
+    ]:
+        with pytest.raises(InvalidArgument) as raised:
+            check_prompt_form(parse(**fields), BOUNDS, 1000)
+        assert raised.value.field_path == path
+    check_prompt_form(parse(text=" "), BOUNDS, 1000)
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
+    with pytest.raises(ContextLengthExceeded, match=r"2000 bytes.*1000.*64 tokens"):
+        check_prompt_form(parse(text="é" * 1000), BOUNDS, 1000)
+    with pytest.raises(ContextLengthExceeded, match="1001 bytes"):
+        messages = [{"content": "x" * 500}, {"content": "y" * 501}]
+        check_prompt_form(parse(chat={"messages": messages}), BOUNDS, 1000)
+
+
+def test_a_conversation_has_a_bounded_number_of_messages() -> None:
+    with pytest.raises(InvalidArgument, match="4097 messages, limit 4096"):
+        check_prompt_form(parse(chat={"messages": [{"role": "user"}] * 4097}), BOUNDS, 10**9)
+
+
+def test_ids_outside_the_vocabulary_are_named_by_index() -> None:
+    check_token_ids([0, 299], BOUNDS)
+    with pytest.raises(InvalidArgument, match=r"300 lies outside the vocabulary, \[0, 300\)") as raised:
+        check_token_ids([5, 300, 2**32 - 1], BOUNDS)
+    assert raised.value.field_path == "input.token_ids.ids[1]"
+
+
+def test_lengths_name_all_numbers() -> None:
+    with pytest.raises(ContextLengthExceeded, match="prompt of 60 tokens and max_tokens 5 exceed the limit of 64"):
+        resolve(60, maxTokens=5)
+    with pytest.raises(ContextLengthExceeded, match="prompt of 64 tokens, limit 64") as raised:
+        resolve(64)
+    assert raised.value.metadata == {"prompt_tokens": "64", "max_model_len": "64"}
+    with pytest.raises(ContextLengthExceeded, match="prompt of 20000 tokens, limit 64"):
+        check_prompt_form(parse(tokenIds={"ids": [5] * 20000}), BOUNDS, 1000)
+    with pytest.raises(ContextLengthExceeded, match="4000000000"):
+        resolve(3, maxTokens=4_000_000_000)
+
+
+def test_the_context_is_used_to_its_last_token() -> None:
+    assert resolve(63).max_tokens == 1
+    assert resolve(60, maxTokens=4).max_tokens == 4
+    assert resolve(10).max_tokens == 54
+    with pytest.raises(InvalidArgument, match="5, limit 4") as raised:
+        resolve(60, minTokens=5)
+    assert raised.value.field_path == "input.stopping.min_tokens"
+    with pytest.raises(InvalidArgument, match="holds no token"):
+        resolve(0)
