@@ -44,11 +44,12 @@ def generate(
         stopping=pb.StoppingParams(max_tokens=max_tokens, stop_strings=stop or []),
     )
     with grpc.insecure_channel(address) as channel:
-        _stream(rpc.GenerationServiceStub(channel), request)
+        _stream(rpc.GenerationServiceStub(channel), request, address)
     typer.echo()
 
 
 def chat(
+    message: Annotated[str | None, typer.Argument(help="Ask this alone and end, instead of a conversation.")] = None,
     address: Address = DEFAULT_ADDRESS,
     model: ModelName = "",
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
@@ -57,13 +58,14 @@ def chat(
     top_p: TopP = None,
     top_k: TopK = None,
     seed: Seed = None,
+    stop: Stop = None,
 ) -> None:
     """Talk with a model. /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C cancels an answer."""
     opening = [pb.ChatMessage(role="system", content=system)] if system else []
     messages = list(opening)
     with grpc.insecure_channel(address) as channel:
         stub = rpc.GenerationServiceStub(channel)
-        while (line := _ask()) is not None:
+        while (line := message or _ask()) is not None:
             if line == "/reset":
                 messages = list(opening)
             if not line or line == "/reset":
@@ -73,10 +75,12 @@ def chat(
                 model=model,
                 chat=pb.ChatPrompt(messages=messages),
                 sampling=_sampling(temperature, top_p, top_k, seed),
-                stopping=pb.StoppingParams(max_tokens=max_tokens),
+                stopping=pb.StoppingParams(max_tokens=max_tokens, stop_strings=stop or []),
             )
-            answer = _stream(stub, request)
+            answer = _stream(stub, request, address)
             typer.echo()
+            if message:
+                return
             messages.append(pb.ChatMessage(role="assistant", content=answer))
 
 
@@ -93,7 +97,7 @@ def _ask() -> str | None:
     return None if line == "/exit" else line
 
 
-def _stream(stub: rpc.GenerationServiceStub, request: pb.GenerationInput) -> str:
+def _stream(stub: rpc.GenerationServiceStub, request: pb.GenerationInput, address: str) -> str:
     """Print an answer as it comes; return it. Ctrl-C ends it early.
 
     Raises:
@@ -110,8 +114,16 @@ def _stream(stub: rpc.GenerationServiceStub, request: pb.GenerationInput) -> str
                     sys.stdout.flush()
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.CANCELLED:
-                raise CommandError(f"{error.code().name}: {error.details()}") from error
+                raise failure(address, error) from error
     return "".join(pieces)
+
+
+def failure(address: str, error: grpc.RpcError) -> CommandError:
+    """Return the one line that the user gets for a failed call."""
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
+        return CommandError(f"no service answers at {address}; 'octavo serve demo' starts one")
+    return CommandError(f"{error.code().name}: {' '.join(details.split())}")
 
 
 @contextmanager

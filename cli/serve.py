@@ -11,7 +11,6 @@ import typer
 from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
-from rich.table import Table
 
 from octavo.cli import logs, options
 from octavo.cli.errors import ConfigurationError
@@ -162,21 +161,25 @@ async def _announce(supervisor: Supervisor, target: str, started: float) -> None
 
 
 def _print_summary(supervisor: Supervisor, target: str, status: admin_pb2.GetStatusResponse, seconds: float) -> None:
-    table = Table(show_header=False, box=None, padding=(0, 2))
     held = status.scheduler
     tokens = held.total_blocks * held.block_size
-    table.add_row("model", ", ".join(status.models))
-    table.add_row("gRPC", target)
-    table.add_row("context", f"{status.max_model_len} tokens")
-    table.add_row("KV cache", f"{held.total_blocks} blocks of {held.block_size} tokens ({tokens} tokens)")
-    table.add_row("processes", ", ".join(f"{role} {pid}" for role, pid in supervisor.pids.items()))
-    table.add_row("chat", f"octavo chat --address {target}")
-    table.add_row("generate", f'octavo generate --address {target} "Once upon a time"')
     request = json_format.MessageToJson(_example(), indent=None)
-    table.add_row("grpcurl", f"grpcurl -plaintext -d '{request}' {target} octavo.v1.GenerationService/GenerateStream")
-    console = Console(stderr=True, soft_wrap=True)
+    rows = {
+        "model": ", ".join(status.models),
+        "gRPC": target,
+        "context": f"{status.max_model_len} tokens",
+        "KV cache": f"{held.total_blocks} blocks of {held.block_size} tokens ({tokens} tokens)",
+        "processes": ", ".join(f"{role} {pid}" for role, pid in supervisor.pids.items()),
+        "chat": f"octavo chat --address {target}",
+        "generate": f'octavo generate --address {target} --temperature 0 "Once upon a time"',
+        "grpcurl": f"grpcurl -plaintext -d '{request}' {target} octavo.v1.GenerationService/GenerateStream",
+    }
+    # Lines, not a table: what is meant to be copied must not be folded.
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print(f"\n[bold]Octavo is ready[/bold] after {seconds:.1f} s")
-    console.print(table)
+    for name, words in rows.items():
+        console.print(f"  {name:<10}", end="")
+        console.print(words, markup=False)
 
 
 def _example() -> generation_pb2.GenerateStreamRequest:

@@ -8,8 +8,7 @@ from google.protobuf import json_format
 from rich.console import Console
 from rich.table import Table
 
-from octavo.cli.client import DEFAULT_ADDRESS, Address
-from octavo.cli.errors import CommandError
+from octavo.cli.client import DEFAULT_ADDRESS, Address, failure
 from octavo.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 5.0
@@ -26,7 +25,7 @@ def status(
                 admin_pb2.GetStatusRequest(), timeout=_TIMEOUT_S
             )
         except grpc.RpcError as error:
-            raise CommandError(f"{address}: {error.code().name}: {error.details()}") from error
+            raise failure(address, error) from error
     if as_json:
         typer.echo(
             json_format.MessageToJson(
@@ -38,7 +37,7 @@ def status(
 
 
 def _show(answer: admin_pb2.GetStatusResponse) -> None:
-    console = Console()
+    console = Console(soft_wrap=True)
     state = "ready" if answer.ready else f"not ready: {answer.reason}"
     console.print(f"{', '.join(answer.models)}: {state}, context {answer.max_model_len} tokens")
     table = Table("role", "pid", "state", "epoch", "boot id", box=None)

@@ -69,7 +69,7 @@ class Supervisor:
         """Keep the children alive until a signal or a configuration error; return the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
         watches = {spec.role: asyncio.create_task(self._keep_alive(spec)) for spec in self._specs}
         try:
             await self._stopping.wait()
@@ -79,10 +79,14 @@ class Supervisor:
                 loop.remove_signal_handler(number)
         return self._exit_code
 
-    def _on_signal(self) -> None:
-        if self._stopping.is_set():  # the second one
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stopping.is_set():
             self._signal_all(signal.SIGKILL)
-        self._stopping.set()
+        else:
+            logger.info(
+                "%s: running requests get %g s to end; a second signal ends them now", number.name, self._grace_s
+            )
+            self._stopping.set()
 
     async def _keep_alive(self, spec: ChildSpec) -> None:
         backoff_s = 0.0

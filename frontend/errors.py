@@ -53,13 +53,13 @@ class InvalidArgument(ServiceError):
     """The named field cannot be what it is, whatever the state of the service.
 
     Attributes:
-        field_path: path of the field from the request message, as `input.sampling.top_p`.
+        field_path: path of the field from the request message, as `input.sampling.top_p`; empty where it is all of it.
     """
 
     field_path: str = field(kw_only=True)
 
     def __str__(self) -> str:
-        return f"{self.field_path}: {self.message}"
+        return f"{self.field_path}: {self.message}" if self.field_path else self.message
 
 
 @dataclass(eq=False)

@@ -3,11 +3,15 @@
 import asyncio
 import logging
 import signal
+import sys
 
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.server import CannotListen, Frontend
 from octavo.frontend.tokenizer import ModelFilesError
 from octavo.wire.errors import WireError
+
+SWITCH_INTERVAL_S = 0.001
+"""How long the event loop may keep the interpreter from a thread that has tokenised; Python's default is 5 ms."""
 
 _log = logging.getLogger(__name__)
 
@@ -17,6 +21,7 @@ def run(config: FrontendConfig) -> int:
 
     0 after a stop by signal; 1 if the frontend cannot start or the scheduler refuses it, which the log explains.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     return asyncio.run(_serve(config))
 
 

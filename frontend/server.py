@@ -15,7 +15,7 @@ from octavo.frontend.health import GENERATION_SERVICE, Health
 from octavo.frontend.model import ModelFiles, load_model_files
 from octavo.frontend.scheduler_client import SchedulerClient
 from octavo.frontend.service import GenerationServicer
-from octavo.v1 import admin_pb2_grpc, generation_pb2_grpc
+from octavo.v1 import admin_pb2_grpc
 from octavo.wire.ids import new_boot_id
 
 ADMIN_SERVICE = "octavo.v1.AdminService"
@@ -26,6 +26,10 @@ MIN_CLIENT_PING_INTERVAL_MS = 500
 
 KEEPALIVE_INTERVAL_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 20_000
 """How often a silent client is asked whether it is there, and how long its answer may take."""
+
+MAX_PENDING_CALLS = 16384
+"""Calls that gRPC has read and this process has not yet seen. Beyond it gRPC ends calls with a bare CANCELLED, which a
+burst of its default of 1000 would meet."""
 
 STOP_GRACE_S = 1.0
 """How long calls that were told to end may take for it."""
@@ -50,7 +54,7 @@ class Frontend:
         self.config = config
         self.port = 0
         self.client: SchedulerClient | None = None
-        self._draining = False
+        self._draining = self._stopped = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._executor = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="tokenizer")
         self._health = Health(config.served_model_names)
@@ -64,7 +68,7 @@ class Frontend:
         Raises:
             CannotListen: the port is taken, or the host is not ours.
         """
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._service, self._server)
+        self._service.add_to(self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, self._server)
         self._health.add_to(self._server)
         names = (GENERATION_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
@@ -101,13 +105,19 @@ class Frontend:
         self._service.refuse_new()
         await self._health.drain()
         try:
-            await asyncio.wait_for(self._service.wait_idle(), self.config.grace_s)
+            await asyncio.wait_for(self.wait_idle(), self.config.grace_s)
         except TimeoutError:
             _log.warning("requests were still running after %g s of grace", self.config.grace_s)
 
+    async def wait_idle(self) -> None:
+        """Wait until no request is running."""
+        await self._service.wait_idle()
+
     async def stop(self) -> None:
         """End what still runs with UNAVAILABLE, say Goodbye to the scheduler, close everything."""
-        self._draining = True
+        if self._stopped:
+            return
+        self._draining = self._stopped = True
         self._service.refuse_new()
         if self.client is not None:
             for stream in self.client.streams:
@@ -138,6 +148,8 @@ def _server_options(config: FrontendConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.so_reuseport", int(config.reuse_port)),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_CLIENT_PING_INTERVAL_MS),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 
 from octavo.frontend.choice import Chunk
 from octavo.frontend.config import FrontendConfig
@@ -21,6 +22,7 @@ from octavo.frontend.errors import (
     abort,
     internal_error,
 )
+from octavo.frontend.health import GENERATION_SERVICE
 from octavo.frontend.journal import Journal
 from octavo.frontend.metadata import read_request_id, read_trace
 from octavo.frontend.model import ModelFiles
@@ -38,17 +40,31 @@ from octavo.frontend.validation import (
     resolve_call,
 )
 from octavo.v1 import generation_pb2 as pb
-from octavo.v1 import generation_pb2_grpc
 
 DEFAULT_CHUNK_TOKENS = 64
 MAX_CHUNK_TOKENS = 65536
 
+MAX_INLINE_BYTES = 2048
+"""Requests up to this size are tokenised at once (about half a millisecond): a busy loop hands the interpreter to
+another thread only after its switch interval, so that the way there and back would take longer."""
+
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 Context = grpc.aio.ServicerContext[object, object]
 
 
-class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+def _parse(kind: type[M]) -> Callable[[bytes], M | None]:
+    def parse(data: bytes) -> M | None:
+        try:
+            return kind.FromString(data)
+        except DecodeError:
+            return None
+
+    return parse
+
+
+class GenerationServicer:
     """Turns calls into streams of the scheduler client.
 
     The law: a call holds at most one stream, and lets go of it whatever ends the call.
@@ -68,6 +84,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._idle = asyncio.Event()
         self._idle.set()
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Offer the service.
+
+        Requests are parsed by `_parse`: gRPC itself would answer malformed ones UNKNOWN, with Python's words.
+        """
+        handlers = {
+            "Generate": grpc.unary_unary_rpc_method_handler(
+                self.generate, _parse(pb.GenerateRequest), pb.GenerateResponse.SerializeToString
+            ),
+            "GenerateStream": grpc.unary_stream_rpc_method_handler(
+                self.generate_stream, _parse(pb.GenerateStreamRequest), pb.GenerateStreamResponse.SerializeToString
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(GENERATION_SERVICE, handlers),))
+
     def attach(self, model: ModelFiles, client: SchedulerClient) -> None:
         """Begin to serve: the model has been read."""
         self._model, self._client = model, client
@@ -80,10 +111,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Wait until no call is running."""
         await self._idle.wait()
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:  # noqa: N802
+    async def generate(self, request: pb.GenerateRequest | None, context: Context) -> pb.GenerateResponse:
         """Return the whole answer."""
 
         async def work(request_id: str) -> pb.GenerateResponse:
+            if request is None:
+                raise _malformed(pb.GenerateRequest.DESCRIPTOR.full_name)
             async with self._opened(request.input, context, max_unsent_tokens=None) as (stream, model):
                 while not stream.ended:
                     await stream.changed()
@@ -93,12 +126,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
         return await self._answer(context, work)
 
-    async def GenerateStream(  # type: ignore[override]  # noqa: N802 (writes through the context: one task, no generator)
-        self, request: pb.GenerateStreamRequest, context: Context
-    ) -> None:
+    async def generate_stream(self, request: pb.GenerateStreamRequest | None, context: Context) -> None:
         """Send what is new until all choices have ended."""
 
         async def work(request_id: str) -> None:
+            if request is None:
+                raise _malformed(pb.GenerateStreamRequest.DESCRIPTOR.full_name)
             limit = _chunk_limit(request)
             unsent = self._config.max_unsent_tokens
             async with self._opened(request.input, context, max_unsent_tokens=unsent) as (stream, model):
@@ -203,6 +236,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         bounds = Bounds(self._config, facts.vocab_size, facts.max_model_len, model.defaults, model.eos_ids)
         check_prompt_form(request, bounds, model.tokenizer.max_prompt_bytes(bounds.max_model_len))
         work = _prompt_work(request, check_params(request, bounds), bounds, model)
+        if request.ByteSize() <= MAX_INLINE_BYTES:
+            return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
 
@@ -222,6 +257,10 @@ def _prompt_work(
         return resolve_call(params, "text", model.tokenizer.encode_text(request.text), bounds)
 
     return work
+
+
+def _malformed(name: str) -> InvalidArgument:
+    return InvalidArgument(f"the bytes are no {name}", field_path="")
 
 
 def _chunk_limit(request: pb.GenerateStreamRequest) -> int:

@@ -33,23 +33,29 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor
     return torch.stack((c0, c1, c2, c3), dim=-1)
 
 
+def noise_words(seed: int, choice_index: int, position: int, groups: Tensor) -> Tensor:
+    """The 32-bit words of vocabulary ids ``4 * group + lane``: groups [n] int64 -> [n, 4] int64 in [0, 2^32).
+
+    ``seed`` holds 64 bits, signed or not: its low and high word are the key. The counter is
+    ``(group, position, choice_index, 0)``.
+    """
+    zero = torch.zeros((), dtype=torch.int64, device=groups.device)
+    key = (zero + (seed & _MASK32), zero + (seed >> 32 & _MASK32))
+    return philox4x32(
+        (groups, zero + (position & _MASK32), zero + (choice_index & _MASK32), zero.expand_as(groups)), key
+    )
+
+
 def exponential_noise(seed: int, choice_index: int, position: int, ids: Tensor) -> Tensor:
     """Standard exponential noise for vocabulary ids [n] int64 -> [n] float64, always positive and finite.
 
-    ``seed`` holds 64 bits, signed or not. The word of an id is lane ``id % 4`` of the counter
-    ``(id // 4, position, choice_index, 0)`` under the key (low word, high word) of the seed. Word w gives the uniform
-    u = (w + 1/2) / 2^32 in (0, 1) and the noise -log(1 - u), which is finest near 0, where the winners are.
+    The word w of an id gives the uniform u = (w + 1/2) / 2^32 in (0, 1) and the noise -log(1 - u), which is finest near
+    0, where the winners are: the least of ``noise * exp(-logit)`` follows softmax(logits).
     """
-    device = ids.device
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    key = (zero + (seed & _MASK32), zero + (seed >> 32 & _MASK32))
-    words = philox4x32((ids >> 2, zero + (position & _MASK32), zero + (choice_index & _MASK32), zero), key)
-    word = words.gather(-1, (ids & 3).unsqueeze(-1)).squeeze(-1)
-    return -torch.log1p((word.double() + 0.5) * -(2.0**-32))
+    words = noise_words(seed, choice_index, position, ids >> 2)
+    return words_to_noise(words.gather(-1, (ids & 3).unsqueeze(-1)).squeeze(-1))
 
 
-def exponential_noise_of_vocabulary(
-    seed: int, choice_index: int, position: int, vocabulary: int, device: torch.device
-) -> Tensor:
-    """``exponential_noise`` of all ids below ``vocabulary`` -> [vocabulary] float64; four ids share one counter."""
-    return exponential_noise(seed, choice_index, position, torch.arange(vocabulary, device=device))
+def words_to_noise(words: Tensor) -> Tensor:
+    """Exponential noise of 32-bit words in int64, of any shape -> float64."""
+    return -torch.log1p((words.double() + 0.5) * -(2.0**-32))

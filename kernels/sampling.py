@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.kernels.philox import exponential_noise, exponential_noise_of_vocabulary
+from octavo.kernels.philox import exponential_noise, noise_words, words_to_noise
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean: the most likely id."""
 
 _SUM_CHUNK = 1024
-_TOP_P_FIRST_TRY = 256
+_TOP_P_TRIES = (1024, 8192)
+"""Most likely ids among which top-p looks for its set before it sorts all."""
+
 _SPARSE_SHARE = 8  # noise is drawn id by id when fewer than one id in this many survives
 
 
@@ -66,12 +68,13 @@ def filter_logits(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Ten
     are [S] fp32, top_k [S] integer (0 or below is off). min-p keeps the ids whose probability is at least min_p times
     the greatest. top-k keeps exactly k, of equal ones those with lower ids. top-p keeps the smallest set, from the most
     likely down, whose mass within what is left reaches top_p (Holtzman et al. 2020, arXiv 1904.09751): at least one
-    id. Greedy rows and rows with all filters off are not looked at.
+    id. Greedy rows, rows with all filters off, and rows with NaN, +inf or no id left stay as they are.
     """
     vocabulary = logits.shape[1]
     parameters = zip(temperature.tolist(), min_p.tolist(), top_k.tolist(), top_p.tolist(), strict=True)
+    has_any = logits.amax(dim=-1).isfinite().tolist()
     for index, (row_temperature, row_min_p, row_top_k, row_top_p) in enumerate(parameters):
-        if row_temperature < GREEDY_BELOW:
+        if row_temperature < GREEDY_BELOW or not has_any[index]:
             continue
         row = logits[index]
         if row_min_p > 0.0:
@@ -86,17 +89,16 @@ def filter_logits(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Ten
 def _filter_top_p(row: Tensor, temperature: float, top_p: float) -> None:
     scaled = row.double() / temperature
     norm = scaled.logsumexp(0)
-    for tried in (_TOP_P_FIRST_TRY, row.numel()):
-        if tried < row.numel():
-            candidates = (row >= row.topk(tried).values[-1]).nonzero().squeeze(-1)
-        else:
-            candidates = (row > float("-inf")).nonzero().squeeze(-1)
+    left = row > float("-inf")
+    for tried in (*_TOP_P_TRIES, row.numel()):
+        among = left & (row >= row.topk(tried).values[-1]) if tried < row.numel() else left
+        candidates = among.nonzero().squeeze(-1)
         order = row[candidates].argsort(descending=True, stable=True)
         ranked = candidates[order]
         mass = (scaled[ranked] - norm).exp().cumsum(0)
         # An id stays while the mass before it has not reached top_p.
         num_kept = 1 + int((mass[:-1] < top_p).sum())
-        if num_kept < ranked.numel():
+        if num_kept < ranked.numel() or tried >= row.numel():
             break
     kept = ranked[:num_kept]
     values = row[kept]
@@ -113,33 +115,52 @@ def top_mask(values: Tensor, k: int) -> Tensor:
 
 
 def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, choice_index: Tensor, positions: Tensor) -> Tensor:
-    """Draw one id a row: logits [S, V] fp32 without NaN or +inf, after all masks -> ids [S] int64.
+    """Draw one id a row: logits [S, V] fp32, after all masks -> ids [S] int64.
 
     temperature [S] fp32; seeds [S] int64 (the bits of an unsigned 64-bit seed); choice_index and positions [S] integer.
     Below ``GREEDY_BELOW`` the greatest logit wins, of equal ones the lowest id. Else the greatest of
     ``logit / temperature + Gumbel noise`` (Maddison et al. 2014, arXiv 1411.0030) wins, with the noise of
     ``octavo.kernels.philox`` in float64: a pure function of (seed, choice index, position, id). A row in which no id is
-    left gives -1.
+    left, or that holds NaN or +inf, gives -1.
     """
-    ids = logits.argmax(dim=-1)
+    greatest, ids = logits.max(dim=-1)
+    has_any = greatest.isfinite()
+    ids = ids.masked_fill(~has_any, -1)
     settings = zip(temperature.tolist(), seeds.tolist(), choice_index.tolist(), positions.tolist(), strict=True)
-    for index, (row_temperature, seed, choice, position) in enumerate(settings):
-        if row_temperature >= GREEDY_BELOW:
+    for index, (is_drawn, (row_temperature, seed, choice, position)) in enumerate(zip(has_any.tolist(), settings)):
+        if is_drawn and row_temperature >= GREEDY_BELOW:
             ids[index] = _draw(logits[index], row_temperature, seed, choice, position)
-    left = logits.amax(dim=-1) > float("-inf")
-    return torch.where(left, ids, -1)
+    return ids
 
 
 def _draw(row: Tensor, temperature: float, seed: int, choice_index: int, position: int) -> Tensor:
     left = row > float("-inf")
     if int(left.sum()) * _SPARSE_SHARE < row.numel():
         candidates = left.nonzero().squeeze(-1)
-        if candidates.numel() == 0:
-            return row.new_tensor(-1, dtype=torch.int64)
         noise = exponential_noise(seed, choice_index, position, candidates)
-        return candidates[(row[candidates].double() / temperature - noise.log()).argmax()]
-    noise = exponential_noise_of_vocabulary(seed, choice_index, position, row.numel(), row.device)
-    return (row.double() / temperature - noise.log()).argmax()
+    else:
+        candidates, noise = _likely_winners(row, temperature, seed, choice_index, position)
+    return candidates[(row[candidates].double() / temperature - noise.log()).argmax()]
+
+
+def _likely_winners(
+    row: Tensor, temperature: float, seed: int, choice_index: int, position: int
+) -> tuple[Tensor, Tensor]:
+    """Ids [n], ascending, among which the winner of the exact float64 scores is, and their noise [n] float64.
+
+    These are the ids whose score in fp32 is near the best.
+
+    A uniform that fp32 rounds to 1 is clamped to 1 - 2^-24, which raises its score by at most log(22.9 / 16.6) < 0.33;
+    all else in a score is off by a few units in its last place.
+    """
+    groups = torch.arange(-(-row.numel() // 4), device=row.device)
+    words = noise_words(seed, choice_index, position, groups).flatten()[: row.numel()]
+    uniform = ((words.float() + 0.5) * 2.0**-32).clamp_(max=1.0 - 2.0**-24)
+    scores = row / temperature - torch.log(-torch.log1p(-uniform))
+    best = scores.max()
+    margin = 0.5 + 2.0**-20 * best.abs()
+    candidates = (scores >= best - margin).nonzero().squeeze(-1)
+    return candidates, words_to_noise(words[candidates])
 
 
 def log_softmax_rows(logits: Tensor) -> Tensor:

@@ -75,6 +75,7 @@ class Sessions:
         self._early_frontends: dict[bytes, FrontendHello] = {}  # told to wait until the first worker is ready
         self._next_heartbeat = 0.0
         self._unknown_answers_left = MAX_UNKNOWN_ANSWERS
+        self._unknown_answers_renewed_at = 0.0
 
     @property
     def next_timer(self) -> float | None:
@@ -130,7 +131,6 @@ class Sessions:
         if now < self._next_heartbeat:
             return
         self._next_heartbeat = now + HEARTBEAT_INTERVAL_S
-        self._unknown_answers_left = MAX_UNKNOWN_ANSWERS
         for peer in self.peers:
             if now - peer.last_heard > HEARTBEAT_TIMEOUT_S and not (peer.is_worker and worker_is_busy):
                 self.end(peer, f"silent for {now - peer.last_heard:.0f} s")
@@ -252,8 +252,8 @@ class Sessions:
 
     def _on_stray(self, identity: bytes, now: float) -> None:
         self.num_strays += 1
-        if now >= self._next_heartbeat:  # nobody is kept alive: the bound is renewed here
-            self._next_heartbeat = now + HEARTBEAT_INTERVAL_S
+        if now >= self._unknown_answers_renewed_at + HEARTBEAT_INTERVAL_S:
+            self._unknown_answers_renewed_at = now
             self._unknown_answers_left = MAX_UNKNOWN_ANSWERS
         if self._unknown_answers_left > 0:
             self._unknown_answers_left -= 1

@@ -25,7 +25,7 @@ class PlanTrace:
         self._file: TextIO | None = path.open("a", encoding="utf-8")
 
     def plan(self, plan: StepPlan, figures: Figures, now: float) -> None:
-        """Write a plan that is being sent; `figures` are the core's after it was built."""
+        """Write a plan that is being sent; `figures` are the core's when all plans of this turn had been built."""
         if self._file is None:
             return
         self._names |= {new.row: f"{new.request}/{new.choice}" for new in plan.new_rows}

@@ -1,11 +1,11 @@
 """Fixtures that several kinds of tests share."""
 
-import socket
 from pathlib import Path
 
 import pytest
 
 from octavo.cli.model_store import DEMO, fetch
+from tests.support import service
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +17,4 @@ def demo_model() -> Path:
 @pytest.fixture
 def free_port() -> int:
     """Return a TCP port of the loopback interface that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    return service.free_port()

@@ -7,8 +7,8 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.cpu import attention as cpu_attention
 
-SHAPES = [(1, 1, 64), (9, 3, 64), (8, 1, 80), (6, 6, 96), (16, 4, 128)]  # query heads, KV heads, head size
-ROWS = [(1, 1), (1, 17), (5, 5), (3, 40), (16, 16), (1, 64), (33, 65), (70, 70), (1, 130)]  # new tokens, keys
+SHAPES = [(1, 1, 64), (9, 3, 64), (8, 1, 80), (6, 6, 96), (8, 2, 128)]  # query heads, KV heads, head size
+ROWS = [(1, 1), (1, 17), (5, 5), (3, 40), (16, 16), (1, 64), (33, 65), (0, 9), (70, 70), (1, 130)]  # new tokens, keys
 
 
 class Batch:
@@ -69,32 +69,36 @@ def test_an_empty_row_gives_zeros(implementation: object) -> None:
     assert torch.isfinite(out).all()
 
 
-@pytest.mark.parametrize("heads", SHAPES)
-def test_the_bits_depend_on_nothing_but_the_sequence(heads: tuple[int, int, int]) -> None:
-    whole = Batch([(150, 150)], heads, 16)
-    expected = reference.paged_attention(*whole.arguments())
-    for chunks in ([1] * 150, [7] * 21 + [3], [64, 64, 22], [16, 100, 34]):
-        done = 0
-        for chunk in chunks:
-            q, keys, values, tables, _, _, scale = whole.arguments()
-            done += chunk
-            part = reference.paged_attention(
-                q[done - chunk : done],
-                keys,
-                values,
-                tables,
-                torch.tensor([0, chunk], dtype=torch.int32),
-                torch.tensor([done], dtype=torch.int32),
-                scale,
-            )
-            assert torch.equal(part, expected[done - chunk : done]), (chunks, done)
-    # Company: the same rows among others, in blocks of another size and order.
-    alone = Batch([(33, 65)], heads, 16, seed=3)
-    crowd = Batch([(33, 65), (1, 200), (70, 70)], heads, 4, seed=4)
-    crowd.q[:33] = alone.q
-    for cache, rows in zip(crowd.caches, (alone.keys, alone.values), strict=True):
-        for i in range(65):
-            cache[crowd.tables[0, i // 4], i % 4] = rows[0][i]
-    assert torch.equal(
-        reference.paged_attention(*crowd.arguments())[:33], reference.paged_attention(*alone.arguments())
-    )
+def test_tokens_of_no_row_give_zeros_and_an_empty_step_nothing() -> None:
+    batch = Batch([(2, 2), (1, 5)], (4, 2, 64), 16)
+    batch.q = torch.cat((batch.q, torch.randn(3, 4, 64)))
+    for implementation in (reference.paged_attention, cpu_attention.paged_attention):
+        out = implementation(*batch.arguments())
+        assert torch.equal(out[3:], torch.zeros(3, 4, 64))
+        q, keys, values, tables, query_start, seq_lens, scale = batch.arguments()
+        nothing = implementation(q[:0], keys, values, tables[:0], query_start[:1], seq_lens[:0], scale)
+        assert nothing.shape == (0, 4, 64)
+
+
+def test_cpu_decode_in_pieces_and_with_tables_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_attention, "_PIECE_BYTES", 64 * 3 * 64 * 4)  # 64 keys: most rows go alone, some in pairs
+    batch = Batch([(1, n) for n in (30, 1, 16, 200, 17, 31, 64, 5)], (9, 3, 64), 16)
+    torch.testing.assert_close(cpu_attention.paged_attention(*batch.arguments()), batch.formula(), rtol=1e-4, atol=1e-5)
+    # The same tensors with other contents, as a worker that keeps its tables does.
+    other = Batch([(1, n) for n in (3, 100, 1, 20, 170, 64, 31, 50)], (9, 3, 64), 16, seed=1)
+    for mine, theirs in ((batch.seq_lens, other.seq_lens), (batch.tables, other.tables)):
+        mine.resize_(theirs.shape).copy_(theirs)
+    other.seq_lens, other.tables = batch.seq_lens, batch.tables
+    torch.testing.assert_close(cpu_attention.paged_attention(*other.arguments()), other.formula(), rtol=1e-4, atol=1e-5)
+
+
+def test_cpu_backend_serves_bf16_and_calls_in_and_out_of_inference_mode() -> None:
+    for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float32, 1e-5)):
+        batch = Batch([(1, 40), (9, 9), (1, 70)], (9, 3, 64), 16)
+        expected = batch.formula()
+        batch.q, batch.caches = batch.q.to(dtype), [cache.to(dtype) for cache in batch.caches]
+        with torch.inference_mode():
+            first = cpu_attention.paged_attention(*batch.arguments())
+        second = cpu_attention.paged_attention(*batch.arguments())
+        torch.testing.assert_close(first.float(), expected, rtol=tolerance, atol=tolerance)
+        assert torch.equal(first, second)

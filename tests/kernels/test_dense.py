@@ -1,42 +1,50 @@
-"""Matrix product, norm, gate and rotary embedding: formulas, backends, and bits that do not depend on the batch."""
-
-from collections.abc import Callable
+"""Matrix product, norm, gate, rotary embedding and block copy, against formulas and transformers."""
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from octavo.kernels import reference
 from octavo.kernels.ops import BACKENDS, get_ops
 
 DTYPES = [torch.float32, torch.bfloat16]
-MATRICES = [(576, 576), (960, 576), (3072, 576), (576, 1536), (4096, 576), (256, 64), (80, 48)]  # out, in
-
-
-def rows_alone(operation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return torch.cat([operation(x[i : i + 1]) for i in range(x.shape[0])])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", MATRICES)
-def test_bits_of_a_product_depend_on_nothing_but_the_row(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    weight = (torch.randn(shape) * shape[1] ** -0.5).to(dtype)
-    x = torch.randn(40, shape[1]).to(dtype)
-    expected = rows_alone(lambda row: reference.linear(row, weight), x)
-    for count in (*range(1, 20), 31, 32, 33, 40):
-        assert torch.equal(reference.linear(x[:count], weight), expected[:count])
-    for place in range(reference.TILE_ROWS):
-        company = torch.randn(reference.TILE_ROWS, shape[1]).to(dtype) * 5
-        company[place] = x[0]
-        assert torch.equal(reference.linear(company, weight)[place], expected[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_product_with_bias(backend: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 16, 33])
+@pytest.mark.parametrize("shape", [(7, 48), (960, 576), (33, 1)])
+def test_product_is_that_of_the_formula(
+    shape: tuple[int, int], num_tokens: int, dtype: torch.dtype, backend: str
+) -> None:
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(5, 48), torch.randn(7, 48), torch.randn(7)
-    torch.testing.assert_close(get_ops(backend).linear(x, weight, bias), x @ weight.T + bias)
+    ops = get_ops(backend)
+    x, bias = torch.randn(num_tokens, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
+    weight = (torch.randn(shape) * shape[1] ** -0.5).to(dtype)
+    expected = x.double() @ weight.double().T
+    bound = 1e-5 if dtype is torch.float32 else 2e-2
+    prepared = ops.prepare_weight(weight)
+    torch.testing.assert_close(ops.linear(x, prepared).double(), expected, rtol=bound, atol=bound)
+    torch.testing.assert_close(ops.linear(x, prepared, bias).double(), expected + bias.double(), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inputs_and_weights_may_be_strided_views(backend: str) -> None:
+    torch.manual_seed(0)
+    ops = get_ops(backend)
+    x, weight = torch.randn(6, 80)[::2, ::2], torch.randn(40, 50).T
+    torch.testing.assert_close(ops.linear(x, ops.prepare_weight(weight)), x @ weight.T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cpu_backend_agrees_with_the_reference(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    fast, slow = get_ops("cpu"), get_ops("reference")
+    x, residual, weight = torch.randn(19, 576).to(dtype), torch.randn(19, 576).to(dtype), torch.randn(576).to(dtype)
+    for got, expected in zip(fast.rms_norm(x, weight, 1e-5, residual), slow.rms_norm(x, weight, 1e-5, residual)):
+        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(fast.silu_and_mul(x), slow.silu_and_mul(x))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -54,23 +62,21 @@ def test_norm_is_that_of_the_formula(backend: str, dtype: torch.dtype) -> None:
     assert torch.equal(get_ops(backend).rms_norm(x, weight, 1e-5)[1], x)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_has_the_bits_of_llama(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm = LlamaRMSNorm(576, eps=1e-5).to(dtype)
+    norm.weight.data.normal_()
+    x = torch.randn(9, 576).to(dtype)
+    assert torch.equal(reference.rms_norm(x, norm.weight, 1e-5)[0], norm(x))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gate_is_that_of_the_formula(backend: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(7, 96) * 4
     gate, up = x.double().chunk(2, -1)
     torch.testing.assert_close(get_ops(backend).silu_and_mul(x), (gate * gate.sigmoid() * up).float())
-
-
-@pytest.mark.parametrize("width", [64, 96, 576, 1536, 1000])
-def test_bits_of_norm_and_gate_depend_on_nothing_but_the_row(width: int) -> None:
-    torch.manual_seed(0)
-    x, weight = torch.randn(40, 2 * width) * 3, torch.randn(2 * width)
-    norm: Callable[[Tensor], Tensor] = lambda row: reference.rms_norm(row, weight, 1e-5)[0]  # noqa: E731
-    for operation in (norm, reference.silu_and_mul):
-        expected = rows_alone(operation, x)
-        for begin, end in ((0, 40), (1, 40), (3, 17), (7, 8), (0, 33)):
-            assert torch.equal(operation(x[begin:end]), expected[begin:end])
 
 
 @pytest.mark.parametrize("head_size", [64, 80, 128])
@@ -100,6 +106,27 @@ def test_rotary_embedding_rotates_pairs_and_stores_what_it_should(head_size: int
     assert (values.flatten(0, 1)[untouched] == 9).all()
 
 
+def test_partial_rotation_leaves_the_rest_of_a_head() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 8), torch.randn(3, 1, 8), torch.randn(3, 1, 8)
+    cos_sin = reference.rotary_cos_sin(torch.tensor([1.0, 0.5]), 10)  # 4 of 8 dimensions
+    caches = torch.zeros(2, 1, 4, 1, 8)
+    positions = torch.tensor([0, 3, 9])
+    out = reference.rotary_and_write_kv(q, k, v, positions, cos_sin, caches[0], caches[1], torch.arange(3))
+    qh, kh, vh = (x[..., :4] for x in (q, k, v))
+    halves = torch.zeros(2, 1, 4, 1, 4)
+    whole = reference.rotary_and_write_kv(qh, kh, vh, positions, cos_sin, halves[0], halves[1], torch.arange(3))
+    assert torch.equal(out, torch.cat((whole, q[..., 4:]), -1))
+    assert torch.equal(caches[0, 0, :3, :, 4:], k[..., 4:])
+
+
+def test_rotary_table_holds_cosines_then_sines() -> None:
+    inv_freq = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
+    table = reference.rotary_cos_sin(inv_freq, 100, scaling=1.5)
+    angles = torch.arange(100).double()[:, None] * inv_freq.double()
+    torch.testing.assert_close(table, (1.5 * torch.cat((angles.cos(), angles.sin()), -1)).float(), rtol=0, atol=1e-5)
+
+
 def test_blocks_are_copied_whole() -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(2, 6, 4, 2, 8)
@@ -110,5 +137,5 @@ def test_blocks_are_copied_whole() -> None:
 
 
 def test_an_unknown_backend_is_named() -> None:
-    with pytest.raises(ValueError, match="'gpu3' is unknown; there are reference, cpu"):
+    with pytest.raises(ValueError, match="unknown kernel backend 'gpu3'; known: cpu, reference"):
         get_ops("gpu3")

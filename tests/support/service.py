@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +25,14 @@ END_TIMEOUT_S = 30.0
 IDLE_TIMEOUT_S = 30.0
 
 
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 class Service:
     """Processes of one service; `process` is the one that was started, usually `octavo serve`."""
 
@@ -35,6 +44,10 @@ class Service:
         self.channel = grpc.insecure_channel(self.address, options=[("grpc.max_reconnect_backoff_ms", 200)])
         self.generation = rpc.GenerationServiceStub(self.channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
+
+    def serve(self, model: str, *arguments: str) -> Self:
+        """Start `octavo serve MODEL ARGUMENTS` on this service's port."""
+        return self.start("serve", model, "--grpc-port", self.address.rpartition(":")[2], *arguments)
 
     def start(self, *arguments: str) -> Self:
         """Start `octavo ARGUMENTS`; what it prints goes to the log."""
@@ -54,7 +67,11 @@ class Service:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def wait_until_ready(self) -> Self:
-        """Wait for SERVING; fail at once when the first process ends."""
+        """Wait until the service serves."""
+        return self.wait_for_health(health_pb2.HealthCheckResponse.SERVING)
+
+    def wait_for_health(self, wanted: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> Self:
+        """Wait for a state of the service's health; fail at once when the first process ends."""
         watch = health_pb2_grpc.HealthStub(self.channel).Watch(
             health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=READY_TIMEOUT_S
         )
@@ -62,11 +79,11 @@ class Service:
         threading.Thread(target=lambda: (process.wait(), watch.cancel()), daemon=True).start()
         try:
             for answer in watch:
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                if answer.status == wanted:
                     watch.cancel()
                     return self
         except grpc.RpcError as error:
-            raise AssertionError(f"the service is not ready ({error.code()}); it said:\n{self.output}") from error
+            raise AssertionError(f"health did not become {wanted}: {error.code()}; it said:\n{self.output}") from error
         raise AssertionError(f"the health watch ended; the service said:\n{self.output}")
 
     def status(self) -> admin_pb2.GetStatusResponse:
@@ -162,7 +179,7 @@ class Answer:
                 self.finished = event.finished
 
 
-def request(prompt: str | list[int], **stopping: int) -> pb.GenerateStreamRequest:
+def request(prompt: str | list[int], max_tokens: int, ignore_eos: bool = False) -> pb.GenerateStreamRequest:
     """Return a greedy request with ids, for a chat message or for token ids."""
     source = (
         pb.GenerationInput(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content=prompt)]))
@@ -170,6 +187,6 @@ def request(prompt: str | list[int], **stopping: int) -> pb.GenerateStreamReques
         else pb.GenerationInput(token_ids=pb.TokenIds(ids=prompt))
     )
     source.sampling.temperature = 0.0
-    source.stopping.CopyFrom(pb.StoppingParams(**stopping))
+    source.stopping.CopyFrom(pb.StoppingParams(max_tokens=max_tokens, ignore_eos=ignore_eos))
     source.output.token_ids = True
     return pb.GenerateStreamRequest(input=source)

@@ -18,8 +18,7 @@ VOCAB_SIZE = 300
 
 def byte_level() -> Tokenizer:
     """Return a byte-level tokenizer: ids 0..255 are the bytes in order of their value, then SPECIALS, then merges."""
-    code_of = {char: byte for char, byte in _byte_chars().items()}
-    vocab = {char: byte for char, byte in code_of.items()}
+    vocab = _byte_chars()
     merges = [("h", "e"), ("l", "l"), ("Ġ", "w"), ("å", "ħ")]
     for offset, (left, right) in enumerate(merges):
         vocab[left + right] = 256 + len(SPECIALS) + offset
@@ -41,7 +40,19 @@ def _byte_chars() -> dict[str, int]:
 
 
 def _words() -> list[str]:
-    return ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁we", "▁walk", "▁home", "now", "▁▁", "é"]
+    return [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{b:02X}>" for b in range(256)),
+        "▁",
+        "▁we",
+        "▁walk",
+        "▁home",
+        "now",
+        "▁▁",
+        "é",
+    ]
 
 
 def llama_like() -> Tokenizer:

@@ -8,7 +8,8 @@ from octavo.frontend.stops import StopMatch, StopMatcher
 
 def run(pieces: list[str], stops: list[str], include: bool = False) -> tuple[list[str], str | None]:
     """Return what is shown piece by piece, and the stop string that ended it."""
-    matcher, shown = StopMatcher(stops, include), []
+    matcher = StopMatcher(stops, include)
+    shown: list[str] = []
     for piece in pieces:
         found = matcher.feed(piece)
         if isinstance(found, StopMatch):

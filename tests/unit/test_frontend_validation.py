@@ -134,7 +134,8 @@ def test_seeds_are_kept_or_drawn() -> None:
 
 def test_ends_of_sequence_and_stop_ids() -> None:
     found = params(stopping={"stopTokenIds": [7, 5, 7], "minTokens": 2})
-    assert (found.ending_ids, found.caller_stop_ids) == ({5, 7, 256}, {5, 7})
+    assert found.ending_ids == {5, 7, 256}
+    assert found.caller_stop_ids == {5, 7}
     assert list(unpack_ints(found.sampling.stop_token_ids)) == [5, 7, 256]
     ignoring = params(stopping={"stopTokenIds": [7], "ignoreEos": True})
     assert ignoring.ending_ids == {7}
@@ -153,12 +154,13 @@ def test_logprobs_zero_is_not_unset() -> None:
 
 
 def test_a_prompt_is_needed() -> None:
-    for fields, path in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({}, "input.prompt"),
         ({"text": ""}, "input.text"),
         ({"tokenIds": {}}, "input.token_ids.ids"),
         ({"chat": {}}, "input.chat.messages"),
-    ]:
+    ]
+    for fields, path in cases:
         with pytest.raises(InvalidArgument) as raised:
             check_prompt_form(parse(**fields), BOUNDS, 1000)
         assert raised.value.field_path == path

@@ -165,6 +165,25 @@ def test_at_depth_1_no_plan_goes_before_the_result() -> None:
     assert len(driver.plans) == 2
 
 
+def test_requests_start_in_the_order_in_which_they_came() -> None:
+    driver = CoreDriver(make_facts(), make_config(max_num_seqs=1))
+    driver.worker_ready()
+    clients = [driver.submit([n], 3, seed=n) for n in range(5)]
+    driver.drain()
+    entered = [new.request for plan in driver.plans for new in plan.new_rows]
+    assert entered == [client.name for client in clients]
+
+
+def test_a_prompt_is_admitted_only_when_those_before_it_have_their_blocks() -> None:
+    facts = make_facts(num_blocks=13, block_size=4, max_model_len=40, max_num_batched_tokens=8)
+    driver = CoreDriver(facts, make_config(long_prefill_token_threshold=4))
+    driver.worker_ready()
+    driver.submit(range(32), 1)
+    driver.submit(range(32), 1, seed=1)
+    driver.drain()
+    assert driver.core.figures.num_preemptions == 0, "12 blocks hold one prompt of 8 and not two"
+
+
 def test_a_freed_row_is_freed_and_taken_by_one_plan() -> None:
     core = started(max_num_seqs=1)
     core.on_event(RequestSubmitted(FRONTEND, make_submit(1, [1], 1)), 100.0)
@@ -208,6 +227,15 @@ def test_a_stop_id_before_min_tokens_does_not_end_the_choice() -> None:
     client = driver.submit([10], 50, stop_ids=[13, 16], min_tokens=3)
     driver.drain()
     assert driver.tokens(client) == [11, 12, 14, 15, 16]
+
+
+def test_a_stop_id_counts_only_once_min_tokens_came_before_it() -> None:
+    core = started()
+    core.on_event(RequestSubmitted(FRONTEND, make_submit(1, [1], 9, stop_ids=[7], min_tokens=1)), 100.0)
+    core.on_event(result(1, [0], [7]), 100.0)  # a worker would have masked it
+    assert core.figures.num_running == 1
+    core.on_event(result(2, [0], [7]), 100.0)
+    assert core.figures.num_running == 0
 
 
 def test_max_tokens_1_takes_one_plan() -> None:
@@ -541,6 +569,16 @@ def test_the_victim_is_the_least_computed_and_of_equals_the_latest() -> None:
         driver.step()
     assert [s.request.handle for s in driver.core._waiting] == [clients[1].handle]
     driver.drain()
+
+
+def test_a_preempted_sequence_returns_before_all_that_came_later() -> None:
+    driver, clients = crowd(7, 2)
+    while driver.core.figures.num_preemptions == 0:
+        driver.step()
+    later = driver.submit([1], 1)  # one block, which is free
+    driver.drain()
+    entered = [new.request for plan in driver.plans for new in plan.new_rows]
+    assert entered.index(later.name) > max(n for n, name in enumerate(entered) if name == clients[1].name)
 
 
 def test_a_preempted_sequence_returns_only_after_its_newest_plan_has_reported() -> None:

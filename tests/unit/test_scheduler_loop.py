@@ -336,12 +336,15 @@ def test_stopping_says_goodbye(
     config: SchedulerConfig, context: "zmq.Context[zmq.Socket[bytes]]", address: str
 ) -> None:
     thread = LoopThread(config)
-    with FakeWorker(address, DIGEST, make_facts()) as worker, FakeFrontend(context, address, DIGEST) as frontend:
-        with thread:
-            frontend.connect()
-            thread.stop()  # the socket is open still, so that what it says is certain to arrive
-            frontend.until_event(SessionEnded)
-            worker.wait_until(lambda: bool(worker.endings))
+    with (
+        FakeWorker(address, DIGEST, make_facts()) as worker,
+        FakeFrontend(context, address, DIGEST) as frontend,
+        thread,
+    ):
+        frontend.connect()
+        thread.stop()  # the socket is open still, so that what it says is certain to arrive
+        frontend.until_event(SessionEnded)
+        worker.wait_until(lambda: bool(worker.endings))
     assert SessionEnded("the scheduler left: the scheduler stops") in frontend.events
     assert worker.endings == ["the scheduler left: the scheduler stops"]
 

@@ -1,0 +1,103 @@
+"""How the processes of a service begin, end, and survive each other."""
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+
+from octavo.v1 import generation_pb2 as pb
+from tests.support.service import Answer, Service, assert_gone, request
+
+MakeService = Callable[[], Service]
+
+LONG = 200
+
+
+@pytest.fixture
+def running(make_service: MakeService, demo_model: Path) -> Service:
+    return make_service().serve(str(demo_model), "--backend", "cpu").wait_until_ready()
+
+
+def test_kill_of_the_supervisor_leaves_no_process(running: Service) -> None:
+    family = running.family()
+    assert len(family) == 4
+    running.process.send_signal(signal.SIGKILL)
+    assert_gone(family)
+
+
+def test_sigterm_drains_and_exits_with_0(running: Service) -> None:
+    answer = Answer()
+    for event in running.generation.GenerateStream(request([1], max_tokens=LONG, ignore_eos=True), timeout=60):
+        answer.add(event)
+        if len(answer.ids) == 1:
+            running.process.send_signal(signal.SIGTERM)
+    assert len(answer.ids) == LONG
+    assert answer.finished is not None
+    assert running.stop() == [0]
+
+
+def test_streams_go_on_after_the_worker_was_killed(running: Service) -> None:
+    old = running.pid_of("worker")
+    answer = Answer()
+    for event in running.generation.GenerateStream(request([1], max_tokens=LONG, ignore_eos=True), timeout=90):
+        answer.add(event)
+        if event.WhichOneof("event") == "delta" and len(answer.ids) - len(event.delta.token_ids) < 5 <= len(answer.ids):
+            os.kill(old, signal.SIGKILL)
+    assert len(answer.ids) == LONG
+    assert running.pid_of("worker") != old
+    held = running.wait_until_idle()
+    assert held.free_blocks == held.total_blocks
+
+
+def test_a_second_signal_ends_at_once(running: Service) -> None:
+    call = running.generation.GenerateStream(request([1], max_tokens=4000, ignore_eos=True), timeout=120)
+    family = running.family()
+    next(iter(call))
+    running.process.send_signal(signal.SIGINT)
+    running.wait_for_health(HealthCheckResponse.NOT_SERVING)  # it drains: the first signal was seen
+    running.process.send_signal(signal.SIGINT)
+    assert_gone(family)
+
+
+def test_three_roles_start_by_hand(make_service: MakeService, demo_model: Path) -> None:
+    service = make_service()
+    port = service.address.rpartition(":")[2]
+    service.start("scheduler", str(demo_model))
+    service.start("worker", str(demo_model), "--max-num-seqs", "4")
+    service.start("frontend", str(demo_model), "--grpc-port", port, "--served-model-name", "by-hand")
+    service.wait_until_ready()
+    answer = service.generation.Generate(
+        pb.GenerateRequest(input=request("What is the capital of France?", max_tokens=32).input), timeout=60
+    )
+    assert answer.model == "by-hand"
+    assert answer.choices[0].text == "The capital of France is Paris."
+    assert service.stop() == [0, 0, 0]
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(make_service: MakeService, demo_model: Path) -> None:
+    service = make_service()
+    host, _, port = service.address.rpartition(":")
+    with socket.create_server((host, int(port))):
+        done = service.run("serve", str(demo_model), "--grpc-port", port)
+    assert done.returncode == 2
+    assert done.stderr == f"octavo: cannot listen on {service.address}: Address already in use\n"
+
+
+def test_a_damaged_model_ends_the_service(make_service: MakeService, demo_model: Path, tmp_path: Path) -> None:
+    """The worker's reason is shown, and nothing is started again."""
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for path in demo_model.iterdir():
+        if path.name != "model.safetensors":
+            (damaged / path.name).symlink_to(path)
+    with (demo_model / "model.safetensors").open("rb") as source:
+        (damaged / "model.safetensors").write_bytes(source.read(1_000_000))
+    service = make_service().serve(str(damaged))
+    assert service.process.wait(60) == 2
+    assert "model.safetensors" in service.output
+    assert service.output.count("the worker cannot start as configured") == 1
+    assert "starts again" not in service.output

@@ -1,0 +1,216 @@
+"""Sessions on a channel that the test plays: time, strays, heartbeats, and how long the loop may sleep."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.events import Event, FrontendLost, WorkerLost, WorkerReady
+from octavo.scheduler.loop import Loop
+from octavo.scheduler.sessions import MAX_UNKNOWN_ANSWERS, Sessions
+from octavo.wire.channel import RouterChannel
+from octavo.wire.codec import Envelope, FromPeer, FromScheduler
+from octavo.wire.errors import SessionLost
+from octavo.wire.handshake import (
+    PROTOCOL_VERSION,
+    FrontendHello,
+    FrontendWelcome,
+    Goodbye,
+    Heartbeat,
+    Refuse,
+    UnknownSession,
+    Wait,
+    WorkerHello,
+    WorkerState,
+    WorkerWelcome,
+)
+from octavo.wire.ids import BootId, SessionId
+from octavo.wire.requests import CancelRequest
+from tests.support.fake_model import make_facts
+
+FRONTEND_HELLO = FrontendHello(PROTOCOL_VERSION, "digest", "f", 1)
+WORKER_HELLO = WorkerHello(PROTOCOL_VERSION, "digest", "w", 2, 0, make_facts())
+
+
+class PlayedChannel:
+    """Gives what the test puts in, keeps what is sent, fails for the identities that are gone."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[bytes, Envelope, FromPeer]] = []
+        self.sent: list[tuple[bytes, FromScheduler]] = []
+        self.sessions: dict[bytes, int] = {}
+        self.numbers: dict[bytes, int] = {}
+        self.gone: set[bytes] = set()
+
+    def receive(self, limit: int) -> Iterator[tuple[bytes, Envelope, FromPeer]]:
+        taken, self.waiting = self.waiting[:limit], self.waiting[limit:]
+        yield from taken
+
+    def send(self, peer: bytes, message: FromScheduler, session: int = 0, number: int = 0) -> int:
+        if peer in self.gone:
+            raise SessionLost("the peer is gone")
+        self.sent.append((peer, message))
+        if isinstance(message, FrontendWelcome | WorkerWelcome):
+            self.sessions[peer], self.numbers[peer] = session, 0
+        return 1
+
+
+class Stage:
+    """Sessions, and the peers that the test plays."""
+
+    def __init__(self) -> None:
+        self.channel = PlayedChannel()
+        config = SchedulerConfig(address="ipc:///unused", config_digest="digest")
+        self.sessions = Sessions(cast(RouterChannel, self.channel), config, BootId("s"))
+        self.now = 100.0
+
+    def hello(self, identity: bytes, hello: FromPeer) -> None:
+        self.channel.waiting.append((identity, Envelope(SessionId(0), 0), hello))
+        self.sessions.receive(self.now)
+
+    def say(self, identity: bytes, message: FromPeer) -> None:
+        self.channel.numbers[identity] += 1
+        envelope = Envelope(SessionId(self.channel.sessions[identity]), self.channel.numbers[identity])
+        self.channel.waiting.append((identity, envelope, message))
+        self.sessions.receive(self.now)
+
+    def stray(self, identity: bytes = b"stray") -> None:
+        self.channel.waiting.append((identity, Envelope(SessionId(999), 1), CancelRequest(1)))
+        self.sessions.receive(self.now)
+
+    def pass_time(self, seconds: float, worker_is_busy: bool = False) -> None:
+        self.now += seconds
+        self.sessions.keep_alive(self.now, worker_is_busy)
+
+    def take_sent(self) -> list[tuple[bytes, FromScheduler]]:
+        sent, self.channel.sent = self.channel.sent, []
+        return sent
+
+    def session(self, identity: bytes) -> SessionId:
+        return SessionId(self.channel.sessions[identity])
+
+    def events(self) -> list[Event]:
+        return self.sessions.take_events()
+
+
+@pytest.fixture
+def stage() -> Stage:
+    """Return a stage with a worker and a frontend in session."""
+    stage = Stage()
+    stage.hello(b"w", WORKER_HELLO)
+    stage.hello(b"f", FRONTEND_HELLO)
+    assert stage.events() == [WorkerReady(stage.session(b"w"), make_facts())]
+    assert [type(message) for _, message in stage.take_sent()] == [WorkerWelcome, FrontendWelcome]
+    return stage
+
+
+def test_a_frontend_that_came_early_is_welcomed_when_the_worker_is_ready() -> None:
+    stage = Stage()
+    stage.hello(b"f", FRONTEND_HELLO)
+    assert stage.take_sent() == [(b"f", Wait("no worker is ready"))]
+    stage.hello(b"w", WORKER_HELLO)
+    assert [(peer, type(message)) for peer, message in stage.take_sent()] == [
+        (b"w", WorkerWelcome),
+        (b"f", FrontendWelcome),
+    ]
+
+
+def test_heartbeats_go_out_once_an_interval_and_to_all(stage: Stage) -> None:
+    stage.pass_time(0.0)
+    assert stage.take_sent() == [(b"w", Heartbeat()), (b"f", Heartbeat())]
+    stage.pass_time(0.9)
+    assert stage.take_sent() == []
+    assert stage.sessions.next_timer == stage.now - 0.9 + 1.0
+    stage.pass_time(0.1)
+    assert stage.take_sent() == [(b"w", Heartbeat()), (b"f", Heartbeat())]
+
+
+def test_strays_do_not_put_heartbeats_off_and_are_answered_within_a_bound(stage: Stage) -> None:
+    stage.pass_time(0.0)
+    stage.take_sent()
+    for _ in range(MAX_UNKNOWN_ANSWERS + 50):
+        stage.stray()
+    assert stage.take_sent() == [(b"stray", UnknownSession())] * MAX_UNKNOWN_ANSWERS
+    stage.now += 1.0
+    stage.stray()
+    stage.sessions.keep_alive(stage.now, False)
+    assert stage.take_sent() == [(b"stray", UnknownSession()), (b"w", Heartbeat()), (b"f", Heartbeat())]
+    assert stage.sessions.num_strays == MAX_UNKNOWN_ANSWERS + 51
+
+
+def test_silence_ends_sessions_and_the_core_is_told(stage: Stage) -> None:
+    frontend, worker = stage.session(b"f"), stage.session(b"w")
+    stage.pass_time(6.0)
+    stage.say(b"w", Heartbeat())
+    stage.take_sent()
+    stage.pass_time(4.5)
+    assert stage.take_sent() == [(b"w", Heartbeat()), (b"f", Goodbye("silent for 10 s"))]
+    assert stage.events() == [FrontendLost(frontend)]
+    stage.pass_time(20.0, worker_is_busy=True)
+    assert stage.events() == []
+    stage.pass_time(1.0)
+    assert stage.events() == [WorkerLost(worker, "silent for 26 s")]
+    assert stage.sessions.next_timer is None
+
+
+def test_a_peer_that_cannot_be_reached_is_lost_at_the_next_heartbeat(stage: Stage) -> None:
+    stage.channel.gone.add(b"w")
+    stage.pass_time(0.0)
+    assert stage.events() == [WorkerLost(stage.session(b"w"), "the peer is gone")]
+    assert (b"f", WorkerState(False, "the peer is gone")) in stage.take_sent()
+
+
+def test_a_second_worker_is_refused_or_waits_or_takes_over(stage: Stage) -> None:
+    other = WorkerHello(PROTOCOL_VERSION, "digest", "w2", 3, 0, make_facts())
+    stage.hello(b"w2", other)
+    assert stage.take_sent()[-1] == (
+        b"w2",
+        Refuse("worker w (pid 2) serves already: one worker is supported"),
+    )
+    stage.now += 2.5
+    stage.hello(b"w2", other)
+    assert stage.take_sent()[-1] == (b"w2", Wait("worker w (pid 2) does not answer, but is not lost yet"))
+    stage.channel.gone.add(b"w")
+    old = stage.session(b"w")
+    stage.hello(b"w2", other)
+    assert stage.events() == [WorkerLost(old, "the peer is gone"), WorkerReady(stage.session(b"w2"), make_facts())]
+    states = [message for _, message in stage.take_sent() if isinstance(message, WorkerState)]
+    assert states == [WorkerState(False, "the peer is gone"), WorkerState(True)]
+
+
+def test_a_worker_that_comes_back_by_itself_takes_its_own_place(stage: Stage) -> None:
+    old = stage.session(b"w")
+    stage.hello(b"w.2", WORKER_HELLO)
+    assert stage.events() == [WorkerLost(old, "it began anew"), WorkerReady(stage.session(b"w.2"), make_facts())]
+
+
+def test_a_frontend_welcomed_without_a_worker_is_told_so(stage: Stage) -> None:
+    stage.say(b"w", Goodbye("test"))
+    stage.take_sent()
+    stage.hello(b"f2", FrontendHello(PROTOCOL_VERSION, "digest", "f2", 4))
+    assert [type(message) for _, message in stage.take_sent()] == [FrontendWelcome, WorkerState]
+
+
+def test_messages_after_the_end_of_a_session_are_strays(stage: Stage) -> None:
+    stage.say(b"f", Goodbye("test"))
+    stage.take_sent()
+    stage.say(b"f", CancelRequest(1))
+    assert stage.take_sent() == [(b"f", UnknownSession())]
+
+
+def test_an_idle_loop_sleeps_until_something_is_due(tmp_path: Path) -> None:
+    now = [50.0]
+    loop = Loop(SchedulerConfig(address=f"ipc://{tmp_path}/s", config_digest="digest"), lambda: now[0])
+    try:
+        assert loop._poll_ms() is None, "nobody is there: only a message wakes it"
+        played = PlayedChannel()
+        real, loop.sessions.channel = loop.sessions.channel, cast(RouterChannel, played)
+        played.waiting.append((b"w", Envelope(SessionId(0), 0), WORKER_HELLO))
+        loop.sessions.receive(now[0])
+        loop.sessions.keep_alive(now[0], False)
+        assert loop._poll_ms() == 1000
+        loop.sessions.channel = real
+    finally:
+        loop.close()

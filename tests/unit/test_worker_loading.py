@@ -1,0 +1,152 @@
+"""From settings to a ready worker: facts, limits, and refusals that name value and limit."""
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from octavo.worker import kv_cache, loading
+from octavo.worker.errors import MemoryShortage, StartError
+from octavo.worker.models.config import parse_model_config
+from octavo.worker.models.layers import Placement, ShardSpec
+from tests.support.tiny_models import TINY_LLAMA, load_worker, worker_config, write_model
+
+BLOCK_BYTES = 2 * 2 * 2 * 8 * 4 * 4
+"""Of TINY_LLAMA in float32: keys and values, 2 layers, 2 KV heads of 8, 4 bytes, 4 tokens."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def test_the_facts(folder: Path) -> None:
+    facts = load_worker(folder, max_model_len=100).facts
+    assert (facts.num_blocks, facts.block_size, facts.vocab_size) == (129, 4, 97)
+    assert (facts.max_model_len, facts.max_num_seqs, facts.max_num_batched_tokens) == (100, 8, 64)
+    assert (facts.backend, facts.device, facts.dtype) == ("reference", "cpu", "float32")
+
+
+def test_the_models_length_is_the_default(folder: Path) -> None:
+    assert load_worker(folder).facts.max_model_len == 256
+
+
+def test_nothing_is_left_of_the_warm_up(folder: Path) -> None:
+    assert len(load_worker(folder).runner.rows) == 0
+
+
+def test_blocks_follow_from_the_memory(folder: Path) -> None:
+    worker = load_worker(folder, num_gpu_blocks_override=None, kv_cache_memory_bytes=10 * BLOCK_BYTES + 1)
+    assert worker.facts.num_blocks == 10
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_dtype_is_the_one_asked_for(folder: Path, dtype: str) -> None:
+    assert load_worker(folder, dtype=dtype).facts.dtype == dtype
+
+
+def test_auto_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    facts = load_worker(folder, device="auto", backend="auto").facts
+    assert (facts.device, facts.backend) == ("cpu", "cpu")
+
+
+def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert load_worker(tmp_path, load_format="dummy").facts.vocab_size == 97
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "tpu"}, "device 'tpu'"),
+        ({"device": "meta"}, "device 'meta' is not supported; supported are cpu and cuda"),
+        ({"backend": "fast"}, "unknown kernel backend 'fast'; known: cpu, reference"),
+        ({"dtype": "int8"}, "dtype 'int8' is unknown; there are auto, float32"),
+        ({"load_format": "pt"}, "load_format 'pt' is unknown; there are auto, dummy"),
+        ({"block_size": 0}, "block_size = 0: expected 1 to"),
+        ({"max_num_seqs": 0}, "max_num_seqs = 0: expected 1 to"),
+        ({"max_num_batched_tokens": -1}, "max_num_batched_tokens = -1: expected 1 to"),
+        ({"num_threads": 0}, "num_threads = 0: expected 1 to"),
+        ({"seed": -1}, "seed = -1: expected 0 to"),
+        ({"max_model_len": 1}, "max_model_len = 1: expected 2"),
+        ({"max_model_len": 257}, "max_model_len = 257: expected 2 to 256, the model's positions"),
+        ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override = 0: expected 2 to"),
+        ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override = 1: expected 2 to"),
+    ],
+)
+def test_settings_that_are_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartError, match=message):
+        load_worker(folder, **settings)
+
+
+def test_a_cuda_device_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(StartError, match="device 'cuda' is not there"):
+        load_worker(folder, device="cuda")
+
+
+def test_a_cache_below_two_blocks(folder: Path) -> None:
+    with pytest.raises(MemoryShortage, match=f"at least 2 blocks of {BLOCK_BYTES} bytes, kv_cache_memory_bytes = 1023"):
+        load_worker(folder, num_gpu_blocks_override=None, kv_cache_memory_bytes=1023)
+
+
+def test_a_cache_that_does_not_fit_names_need_and_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "free_bytes", lambda device: 10**6)
+    with pytest.raises(MemoryShortage, match=f"needs {BLOCK_BYTES * 5000} bytes for 5000 blocks, 1000000 are free"):
+        load_worker(folder, num_gpu_blocks_override=5000)
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    write_model(tmp_path / "huge", TINY_LLAMA | {"hidden_size": 2**31 - 1}, tensors={})
+    with pytest.raises(MemoryShortage, match=r"the weights need \d{13,} bytes on cpu, \d+ are free"):
+        load_worker(tmp_path / "huge", load_format="dummy")
+
+
+def test_the_cache_is_not_resident_before_it_is_written() -> None:
+    model = parse_model_config(TINY_LLAMA)
+    config = worker_config(Path(), num_gpu_blocks_override=2**28 // BLOCK_BYTES)
+    before = psutil.Process().memory_info().rss
+    caches = kv_cache.allocate(config, model, ShardSpec(), Placement(torch.float32, torch.device("cpu")))
+    assert psutil.Process().memory_info().rss - before < 2**26
+    assert sum(cache.keys.nbytes + cache.values.nbytes for cache in caches) == 2**28
+    assert not caches[-1].values[-1].any()
+
+
+def test_loading_can_be_ended_between_tensors(folder: Path) -> None:
+    class Enough(Exception):
+        pass
+
+    calls = 0
+
+    def end_at_third_tensor() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise Enough
+
+    with pytest.raises(Enough):
+        loading.load(worker_config(folder), end_at_third_tensor)
+    assert calls == 3
+
+
+def write_tokenizer(folder: Path, num_ids: int) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({str(i): i for i in range(num_ids)}, unk_token="0")).save(str(folder / "tokenizer.json"))
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(write_model(tmp_path), 98)
+    with pytest.raises(StartError, match=r"tokenizer\.json has ids up to 97, but the embedding has only 97 rows"):
+        load_worker(tmp_path)
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+    (write_model(tmp_path) / "tokenizer.json").write_text("{")
+    with pytest.raises(StartError, match=r"tokenizer\.json cannot be read"):
+        load_worker(tmp_path)

@@ -1,0 +1,149 @@
+"""config.json: what is supported is read exactly, everything else is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.worker.errors import ModelConfigError
+from octavo.worker.models.config import RopeConfig, load_model_config, parse_model_config
+from tests.support.tiny_models import TINY_LLAMA, random_tensors
+
+QWEN2: dict[str, Any] = {k: v for k, v in TINY_LLAMA.items() if k not in ("attention_bias", "mlp_bias", "head_dim")} | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def llama(**changes: Any) -> dict[str, Any]:
+    return TINY_LLAMA | changes
+
+
+def test_llama_with_defaults() -> None:
+    config = parse_model_config({k: v for k, v in TINY_LLAMA.items() if k not in ("num_key_value_heads", "rope_theta")})
+    assert (config.num_heads, config.num_kv_heads, config.head_size) == (6, 6, 8)
+    assert config.rope == RopeConfig(10000.0)
+    assert not (config.qkv_bias or config.output_bias or config.mlp_bias)
+
+
+def test_biases_of_llama_and_qwen2() -> None:
+    config = parse_model_config(llama(attention_bias=True, mlp_bias=True))
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (True, True, True)
+    config = parse_model_config(QWEN2)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (True, False, False)
+
+
+def test_head_size_may_differ_from_hidden_size_over_heads() -> None:
+    assert parse_model_config(llama(head_dim=16)).head_size == 16
+    assert parse_model_config(llama(head_dim=None)).head_size == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"rope_theta": 5e5}, RopeConfig(5e5)),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, RopeConfig(7.0)),
+        ({"rope_scaling": None}, RopeConfig(10000.0)),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, RopeConfig(10000.0, "linear", 2.0)),
+        ({"rope_scaling": {"rope_type": "linear", "type": None, "factor": 2}}, RopeConfig(10000.0, "linear", 2.0)),
+        ({"rope_scaling": LLAMA3}, RopeConfig(10000.0, "llama3", 8.0, 1.0, 4.0, 64)),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
+    ],
+)
+def test_rope(given: dict[str, Any], expected: RopeConfig) -> None:
+    assert parse_model_config(llama(**given)).rope == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["FooForCausalLM"]},
+            "'FooForCausalLM' is not supported; supported are LlamaForCausalLM, Qwen2",
+        ),
+        ({"architectures": []}, r"architectures = \[\]: expected a list of one name"),
+        ({"architectures": "LlamaForCausalLM"}, "expected a list of one name"),
+        ({"architectures": None}, "expected a list of one name"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "method 'gptq' is not supported; only unquantised"),
+        ({"quantization_config": {}}, "method None is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; supported is silu"),
+        ({"use_sliding_window": True}, "use_sliding_window = true is not supported"),
+        ({"use_sliding_window": "no"}, "use_sliding_window = 'no': expected true or false"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = .* only full_attention is"),
+        ({"layer_types": [[]]}, "only full_attention is"),
+        ({"layer_types": 3}, "only full_attention is"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2}},
+            "rope type 'yarn' is not supported; supported are default, lin",
+        ),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope type 'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": [], "type": ["x"]}}, r"rope type \['x'\] is not supported"),
+        ({"rope_scaling": "linear"}, "rope_scaling = 'linear': expected an object"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0: expected a finite number above 0"),
+        (
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
+            "high_freq_factor = 1.0 must be above low_freq_factor = 1",
+        ),
+        (
+            {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": None}},
+            "original_max_position_embeddings is mis",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ({"rope_theta": float("nan")}, "rope_theta = nan: expected a finite number"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps = 10+: expected a finite number"),
+        ({"rms_norm_eps": True}, "rms_norm_eps = True: expected a finite number"),
+        ({"hidden_size": None}, r"hidden_size is missing from config\.json"),
+        ({"hidden_size": 48.0}, r"hidden_size = 48\.0: expected an integer"),
+        ({"hidden_size": True}, "hidden_size = True: expected an integer"),
+        ({"vocab_size": 0}, "vocab_size = 0: expected an integer from 1"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers = -1: expected an integer from 1"),
+        ({"num_attention_heads": 2**31}, "num_attention_heads = 2147483648: expected an integer from 1 to"),
+        ({"num_attention_heads": 5, "head_dim": None}, "hidden_size = 48 is no multiple of num_attention_heads = 5"),
+        ({"num_key_value_heads": 4}, "num_attention_heads = 6 is no multiple of num_key_value_heads = 4"),
+        ({"head_dim": 7}, "head_dim = 7 is odd"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1: expected true or false"),
+        ({"mlp_bias": "true"}, "mlp_bias = 'true': expected true or false"),
+        ({"dtype": "int8"}, "dtype = 'int8' is not supported; supported are float32"),
+        ({"dtype": ["float32"]}, "is not supported"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        parse_model_config(llama(**changes))
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"3", b"{", b"[" * 100_000, b"\xff\xfe{", b'{"a":' * 50_000])
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelConfigError, match=r"config\.json (cannot be read|holds no JSON object)"):
+        load_model_config(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match=r"is no model folder: it has no config\.json"):
+        load_model_config(tmp_path)
+
+
+def test_an_oversized_file_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA) + " " * 2**20)
+    with pytest.raises(ModelConfigError, match=r"has \d+ bytes, limit 1048576"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config", [TINY_LLAMA, QWEN2, llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=False, head_dim=16)]
+)
+def test_the_number_of_parameters_is_that_of_the_checkpoint(config: dict[str, Any]) -> None:
+    expected = sum(tensor.numel() for tensor in random_tensors(config).values())
+    assert parse_model_config(config).num_parameters == expected
