@@ -41,7 +41,7 @@ protos: $(VENV)/.installed-dev ## Write the stubs of the .proto files anew.
 	@PATH="$(abspath $(BIN)):$$PATH" protos/generate.sh
 
 bench: $(VENV)/.installed-dev ## Run the benchmarks.
-	@$(BIN)/python -m benchmarks $(ARGS)
+	@for script in benchmarks/*.py; do $(BIN)/python $$script $(ARGS) || exit 1; done
 
 wheel: $(VENV)/.installed-dev ## Build the wheel and the source distribution into dist/.
 	@$(BIN)/python -m build $(ARGS)

@@ -84,16 +84,24 @@ MaxMessageBytes = Annotated[
 Grace = Annotated[
     float, option("--grace", _LISTEN, "Seconds that running streams get after SIGTERM.", callback=_positive(float))
 ]
+DeviceName = Literal["auto", "cpu", "cuda"]
 BackendName = Literal["auto", "cpu", "reference"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormatName = Literal["auto", "dummy"]
 LevelName = Literal["debug", "info", "warning", "error"]
 
+Device = Annotated[DeviceName, option("--device", _MODEL, "auto: a CUDA device where there is one, else the CPU.")]
 Backend = Annotated[
     BackendName,
-    option("--backend", _MODEL, "Kernels: auto (cpu), or reference, whose ids do not depend on the batch; slower."),
+    option(
+        "--backend",
+        _MODEL,
+        "Kernels: cpu is fast, the ids of reference do not depend on the batch; auto: cpu, on CUDA reference.",
+    ),
 ]
-Dtype = Annotated[DtypeName, option("--dtype", _MODEL, "Of weights and KV cache; auto: float32.")]
+Dtype = Annotated[
+    DtypeName, option("--dtype", _MODEL, "Of weights and KV cache; auto: float32, on CUDA the checkpoint's.")
+]
 LoadFormat = Annotated[LoadFormatName, option("--load-format", _MODEL, "auto: safetensors; dummy: random weights.")]
 NumThreads = Annotated[int | None, option("--num-threads", _MODEL, "Threads of the worker; default: all cores.", min=1)]
 Seed = Annotated[int, option("--seed", _MODEL, "Seed of dummy weights.")]
@@ -125,7 +133,8 @@ TracePlans = Annotated[
 ]
 BlockSize = Annotated[int, option("--block-size", _MEMORY, "Tokens in a block.", min=1, max=1024)]
 NumGpuBlocksOverride = Annotated[
-    int | None, option("--num-gpu-blocks-override", _MEMORY, "Blocks of the KV cache, whatever the device.", min=2)
+    int | None,
+    option("--num-gpu-blocks-override", _MEMORY, "Blocks of the KV cache, instead of --kv-cache-memory-bytes.", min=2),
 ]
 KvCacheMemoryBytes = Annotated[int, option("--kv-cache-memory-bytes", _MEMORY, "Bytes of the KV cache.", min=1)]
 SchedulerAddress = Annotated[

@@ -9,8 +9,6 @@ from octavo.cli import logs, options, parent
 from octavo.cli.model_store import resolve
 from octavo.cli.places import default_scheduler_address
 
-_DEFAULT_BACKEND = "cpu"
-
 
 def frontend(
     model: options.ModelArgument,
@@ -84,6 +82,7 @@ def scheduler(
 
 def worker(
     model: options.ModelArgument,
+    device: options.Device = "auto",
     backend: options.Backend = "auto",
     dtype: options.Dtype = "auto",
     load_format: options.LoadFormat = "auto",
@@ -113,7 +112,8 @@ def worker(
             WorkerConfig(
                 model_path=resolve(model).folder,
                 address=scheduler_address or default_scheduler_address(),
-                backend=_DEFAULT_BACKEND if backend == "auto" else backend,
+                device=device,
+                backend=backend,
                 dtype=dtype,
                 block_size=block_size,
                 max_model_len=max_model_len,

@@ -32,6 +32,7 @@ def serve(
     served_model_name: options.ServedModelName = None,
     max_message_bytes: options.MaxMessageBytes = 16 * 2**20,
     grace: options.Grace = 30.0,
+    device: options.Device = "auto",
     backend: options.Backend = "auto",
     dtype: options.Dtype = "auto",
     load_format: options.LoadFormat = "auto",
@@ -78,6 +79,7 @@ def serve(
             found,
             common,
             {
+                "device": device,
                 "backend": backend,
                 "dtype": dtype,
                 "load-format": load_format,

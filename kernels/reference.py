@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 LINEAR_TILE_ROWS = 16
-QUERY_TILE = 16
+QUERY_TILE = 8
 KEY_TILE = 64
 
 
@@ -152,7 +152,7 @@ def paged_attention(
     multiple of ``nkv``; head h reads key head ``h // (nq / nkv)``. Slots at or behind a row's seq_len are never read.
     Returns [T, nq, d]; queries that see no key, and tokens of no row, give zeros.
 
-    Each query is computed in a tile of 16 queries against tiles of 64 keys in ascending order with a running softmax
+    Each query is computed in a tile of 8 queries against tiles of 64 keys in ascending order with a running softmax
     (Milakov and Gimelshein 2018, arXiv 1805.02867); a tile that a query does not see leaves its bits as they were.
     """
     num_tokens, num_heads, head_size = q.shape
@@ -165,7 +165,7 @@ def paged_attention(
     padded = functional.pad(q, (0, 0, 0, 0, 0, 1))
     tiles = padded[tokens].view(-1, QUERY_TILE, num_kv_heads, group, head_size)
     tiles = tiles.transpose(1, 2).reshape(-1, num_kv_heads, QUERY_TILE * group, head_size).float()
-    visible = limits.repeat_interleave(group, dim=1)  # [tiles, 16 * group]
+    visible = limits.repeat_interleave(group, dim=1)  # [tiles, 8 * group]
     attended = _attend_tiles(tiles, visible, key_cache, value_cache, block_tables[rows].long(), scale)
     attended = attended.view(-1, num_kv_heads, QUERY_TILE, group, head_size).transpose(1, 2).flatten(2, 3)
     out[tokens] = attended.to(q.dtype)
@@ -173,10 +173,10 @@ def paged_attention(
 
 
 def _query_tiles(query_start: Tensor, seq_lens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut every row's queries into tiles of 16.
+    """Cut every row's queries into tiles of ``QUERY_TILE``.
 
-    Returns the row of each tile [tiles], its token places [tiles, 16] (``num_tokens`` for padding) and the number of
-    keys each query sees [tiles, 16] (0 for padding), tiles with the most keys first.
+    Returns the row of each tile [tiles], its token places [tiles, 8] (``num_tokens`` for padding) and the number of
+    keys each query sees [tiles, 8] (0 for padding), tiles with the most keys first.
     """
     starts, lens = query_start.tolist(), seq_lens.tolist()
     found: list[tuple[int, int, int, int]] = []  # most keys, row, first token, first limit

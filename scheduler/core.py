@@ -151,7 +151,8 @@ class Scheduler:
         self._waiting.check()
         running: set[int] = set()
         if self._worker is not None:
-            self._worker.planner.check(is_settled=len(self._worker.pipeline) == 0)
+            self._worker.planner.check()
+            self._worker.pipeline.check(s for r in self._requests for s in r.sequences)
             running = {s.number for s in self._worker.planner.batch}
         waiting = {s.number for s in self._waiting}
         alive = {s.number for r in self._requests for s in r.sequences if s.status is not Status.FINISHED}

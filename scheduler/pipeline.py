@@ -1,10 +1,11 @@
 """Plans under way at the worker: the record of each, and the check of its result against that record."""
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from octavo.scheduler.errors import BadResult
-from octavo.scheduler.sequence import Sequence
+from octavo.scheduler.errors import BadResult, InvariantViolation
+from octavo.scheduler.sequence import Sequence, Status
 from octavo.wire.columns import pack_ints, unpack_ints
 from octavo.wire.ids import Row
 from octavo.wire.plan import RowLogprobs, StepResult
@@ -80,6 +81,26 @@ class Pipeline:
         self.num_completed = record.step
         self._progress_at = now
         return _match(record, result)
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Prove the counts of live sequences against the outstanding plans.
+
+        Raises:
+            InvariantViolation: a sequence expects more or less than is under way.
+        """
+        tokens: Counter[Sequence] = Counter()
+        samples: Counter[Sequence] = Counter()
+        for planned in (planned for record in self._records for planned in record.rows):
+            samples[planned.sequence] += planned.samples
+            if planned.residency == planned.sequence.residency:
+                tokens[planned.sequence] += planned.num_tokens
+        for s in sequences:
+            expected = (s.num_planned - s.num_confirmed, s.num_sampling)
+            if s.status is not Status.FINISHED and expected != (tokens[s], samples[s]):
+                raise InvariantViolation(
+                    f"{s.request.name}/{s.choice} expects {expected} tokens computed and drawn, "
+                    f"{(tokens[s], samples[s])} are under way"
+                )
 
 
 def _match(record: PlanRecord, result: StepResult) -> list[RowResult]:

@@ -14,7 +14,7 @@ from tests.support.service import Answer, Service, assert_gone, request
 
 MakeService = Callable[[], Service]
 
-LONG = 200
+LONG = 60
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A whole service in processes of its own, as a user starts it, and what tests ask of it."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -121,7 +122,7 @@ class Service:
         """Return every process of the service that lives."""
         found = []
         for process in self.processes:
-            if process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
                 parent = psutil.Process(process.pid)
                 found += [parent, *parent.children(recursive=True)]
         return found

@@ -388,6 +388,12 @@ def test_a_lost_frontend_takes_its_requests_along() -> None:
     assert driver.tokens(stays) == [2, 3, 4, 5, 6]
 
 
+def test_a_lost_frontend_is_sent_nothing_more() -> None:
+    core = started()
+    core.on_event(RequestSubmitted(FRONTEND, make_submit(1, [1], 1)), 100.0)
+    assert core.on_events([result(1, [0], [7]), FrontendLost(FRONTEND)], 100.0) == []
+
+
 def test_a_handle_used_twice_ends_the_session() -> None:
     core = started()
     core.on_event(RequestSubmitted(FRONTEND, make_submit(1, [1], 5)), 100.0)

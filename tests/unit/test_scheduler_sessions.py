@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.events import Event, FrontendLost, WorkerLost, WorkerReady
+from octavo.scheduler.events import Event, FrontendLost, RequestSubmitted, WorkerLost, WorkerReady
 from octavo.scheduler.loop import Loop
 from octavo.scheduler.sessions import MAX_UNKNOWN_ANSWERS, Sessions
 from octavo.wire.channel import RouterChannel
@@ -28,6 +28,7 @@ from octavo.wire.handshake import (
 )
 from octavo.wire.ids import BootId, SessionId
 from octavo.wire.requests import CancelRequest
+from tests.support.fake_frontend import make_submit
 from tests.support.fake_model import make_facts
 
 FRONTEND_HELLO = FrontendHello(PROTOCOL_VERSION, "digest", "f", 1)
@@ -211,6 +212,13 @@ def test_an_idle_loop_sleeps_until_something_is_due(tmp_path: Path) -> None:
         loop.sessions.receive(now[0])
         loop.sessions.keep_alive(now[0], False)
         assert loop._poll_ms() == 1000
+        loop.core.on_event(WorkerReady(SessionId(played.sessions[b"w"]), make_facts()), now[0])
+        loop.core.on_event(RequestSubmitted(SessionId(1), make_submit(1, [1], 5, deadline_s=0.05)), now[0])
+        assert loop._poll_ms() in (50, 51), "rounded up"
+        now[0] += 0.06
+        assert loop._poll_ms() == 0
+        loop.core.on_events((), now[0])
+        assert loop._poll_ms() == 940, "nothing that was due is due for ever"
         loop.sessions.channel = real
     finally:
         loop.close()

@@ -1,0 +1,140 @@
+"""Frontend, scheduler and a worker without tensors: what a client sees while processes come and go."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.scheduler.config import SchedulerConfig
+from octavo.v1 import admin_pb2
+from octavo.wire.model_digest import model_digest
+from tests.support.fake_frontend import LoopThread
+from tests.support.fake_model import make_facts
+from tests.support.fake_worker import FakeWorker
+from tests.support.frontend_client import WAIT_S, Collected, Service, collect, running_frontend
+from tests.support.tiny_tokenizers import VOCAB_SIZE
+
+FACTS = make_facts(vocab_size=VOCAB_SIZE, max_model_len=256, num_blocks=65, block_size=16, max_num_seqs=8)
+
+
+def counted(first: int, number: int) -> list[int]:
+    """Return what the fake worker says after id `first - 1`."""
+    return [(first + i) % VOCAB_SIZE for i in range(number)]
+
+
+@pytest.fixture
+def config(address: str, tiny_model: Path) -> SchedulerConfig:
+    return SchedulerConfig(address=address, config_digest=model_digest(tiny_model))
+
+
+@pytest.fixture
+def worker(config: SchedulerConfig) -> Iterator[FakeWorker]:
+    with FakeWorker(config.address, config.config_digest, FACTS) as running:
+        yield running
+
+
+@pytest.fixture
+async def frontend(tiny_model: Path, config: SchedulerConfig, worker: FakeWorker) -> AsyncIterator[Service]:
+    async with running_frontend(tiny_model, config.address) as running:
+        yield running
+
+
+def ask(service: Service, prompt_id: int, max_tokens: int, **sampling: Any) -> Any:
+    return service.stream(
+        tokenIds={"ids": [prompt_id]},
+        sampling=sampling,
+        stopping={"maxTokens": max_tokens, "ignoreEos": True},
+        output={"tokenIds": True},
+    )
+
+
+async def everything_is_free(service: Service) -> None:
+    """See that neither frontend nor scheduler holds anything."""
+    await service.until_idle()
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            status = await service.admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=WAIT_S)
+            held = status.scheduler
+            if held.total_blocks and held.free_blocks == held.total_blocks and not held.running_requests:
+                assert held.waiting_requests == 0
+                return
+
+
+async def test_concurrent_streams_with_cancels(frontend: Service, config: SchedulerConfig) -> None:
+    draw = random.Random(7)
+    with LoopThread(config):
+        await frontend.until_health(serving=True)
+
+        async def one(prompt_id: int, max_tokens: int, cancel_after: int | None) -> None:
+            call = ask(frontend, prompt_id, max_tokens, n=draw.choice([1, 1, 2]))
+            if cancel_after is not None:
+                for _ in range(cancel_after):
+                    await call.read()
+                call.cancel()
+                return
+            found = await collect(call)
+            for ids in found.ids.values():
+                assert ids == counted(prompt_id + 1, max_tokens)
+
+        cases = [(draw.randrange(200), draw.randrange(1, 120)) for _ in range(30)]
+        await asyncio.gather(*(one(*case, draw.choice([None, None, 0, 1])) for case in cases))
+        await everything_is_free(frontend)
+
+
+async def read_with_help(call: Any, worker: FakeWorker) -> Any:
+    """Read an event, while the worker answers as few plans as that takes."""
+    reading = asyncio.ensure_future(call.read())
+    while not reading.done():
+        worker.release(1)
+        await asyncio.wait({reading}, timeout=0.1)
+    return reading.result()
+
+
+async def test_a_scheduler_that_dies_and_comes_back(
+    frontend: Service, config: SchedulerConfig, worker: FakeWorker
+) -> None:
+    with LoopThread(config):
+        await frontend.until_health(serving=True)
+        worker.hold()
+        calls = [ask(frontend, i, 100 + i, n=1 + i % 2) for i in range(4)]
+        seen = [Collected() for _ in calls]
+        for call, collected in zip(calls, seen):
+            collected.add(await read_with_help(call, worker))
+    worker.release()
+    with LoopThread(config):
+        found = await asyncio.gather(*(collect(call, begun) for call, begun in zip(calls, seen)))
+        for i, collected in enumerate(found):
+            assert list(collected.ids.values()) == [counted(i + 1, 100 + i)] * (1 + i % 2)
+            assert {end.completion_tokens for end in collected.finished.values()} == {100 + i}
+        await everything_is_free(frontend)
+
+
+async def test_a_worker_that_dies_and_is_replaced(
+    tiny_model: Path, config: SchedulerConfig, frontend: Service, worker: FakeWorker
+) -> None:
+    with LoopThread(config):
+        await frontend.until_health(serving=True)
+        worker.hold()
+        calls = [ask(frontend, i, 50) for i in range(3)]
+        worker.release(3)
+        await asyncio.to_thread(worker.wait_for_plans, 4)
+        worker.kill()
+        with FakeWorker(config.address, config.config_digest, FACTS):
+            found = await asyncio.gather(*map(collect, calls))
+            assert [collected.ids[0] for collected in found] == [counted(i + 1, 50) for i in range(3)]
+            await everything_is_free(frontend)
+
+
+async def test_stop_strings_free_their_blocks(frontend: Service, config: SchedulerConfig) -> None:
+    with LoopThread(config):
+        await frontend.until_health(serving=True)
+        call = frontend.ask(
+            tokenIds={"ids": [ord("a")]}, sampling={"n": 2}, stopping={"stopStrings": ["hij"], "maxTokens": 100}
+        )
+        response = await call
+        assert [(c.text, c.stop_string) for c in response.choices] == [("bcdefg", "hij")] * 2
+        assert response.usage.completion_tokens == 18
+        await everything_is_free(frontend)
