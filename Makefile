@@ -31,17 +31,17 @@ lint: $(VENV)/.installed-dev ## Run the checks of format, style, types, imports,
 	$(BIN)/mypy
 	PYTHONPATH=.typing $(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint
-	@PATH="$(abspath $(BIN)):$$PATH" protos/generate.sh --check
+	@protos/generate.sh --check
 
 format: $(VENV)/.installed-dev ## Format the code and mend what ruff can.
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 protos: $(VENV)/.installed-dev ## Write the stubs of the .proto files anew.
-	@PATH="$(abspath $(BIN)):$$PATH" protos/generate.sh
+	@protos/generate.sh
 
 bench: $(VENV)/.installed-dev ## Run the benchmarks.
-	@for script in benchmarks/*.py; do $(BIN)/python $$script $(ARGS) || exit 1; done
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 wheel: $(VENV)/.installed-dev ## Build the wheel and the source distribution into dist/.
 	@$(BIN)/python -m build $(ARGS)

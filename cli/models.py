@@ -26,7 +26,8 @@ app = typer.Typer(name="models", help="List, fetch and inspect models.", no_args
 def list_models() -> None:
     """List the fetched models."""
     store = models_folder()
-    found = sorted(path for path in store.glob("*") if is_complete(path)) if store.is_dir() else []
+    # What begins with a dot is not finished.
+    found = sorted(path for path in store.glob("[!.]*") if is_complete(path))
     if not found:
         typer.echo(f"{store} holds no model; 'octavo models fetch demo' fetches one")
         return

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Write the Python stubs of octavo.v1, with type stubs, beside the .proto files; --check only says whether they are stale.
-# Needs grpcio-tools and mypy-protobuf of the dev group; its programs must be on PATH.
+# Needs grpcio-tools and mypy-protobuf of the dev group, from .venv or, without it, from PATH.
 set -euo pipefail
 cd "$(dirname "$0")"
+PATH="$(dirname "$PWD")/.venv/bin:$PATH"
 
 generate() {
   python -m grpc_tools.protoc -I. --python_out="$1" --grpc_python_out="$1" --mypy_out="$1" --mypy_grpc_out="$1" \

@@ -1,0 +1,99 @@
+"""octavo doctor finds what is wrong and names the remedy."""
+
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from octavo.cli import doctor
+from octavo.cli.main import build
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which all is well."""
+    monkeypatch.setenv("OCTAVO_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("OCTAVO_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr("octavo.cli.doctor.shutil.which", lambda _: None)
+    monkeypatch.setattr("octavo.cli.doctor.os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("octavo.cli.doctor.psutil.virtual_memory", lambda: SimpleNamespace(available=8 * 2**30))
+    monkeypatch.setattr("octavo.cli.doctor.shutil.disk_usage", lambda _: SimpleNamespace(free=9 * 2**30))
+    monkeypatch.setattr("octavo.cli.doctor.resource.getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(doctor, "DEFAULT_ADDRESS", f"127.0.0.1:{free_port}")
+
+
+def examine() -> tuple[int, dict[str, tuple[str, str]]]:
+    """Return the exit code and, by subject, level and words."""
+    result = CliRunner().invoke(build("doctor"), ["doctor"], env={"COLUMNS": "500"})
+    findings = {}
+    for line in result.output.splitlines():
+        level, rest = line.split(maxsplit=1)
+        subject, words = rest.split("  ", maxsplit=1)
+        findings[subject] = (level, words.strip())
+    return result.exit_code, findings
+
+
+def test_all_is_well() -> None:
+    code, findings = examine()
+    assert code == 0
+    assert {level for level, _ in findings.values()} == {"OK"}
+    assert list(findings) == [
+        "Python",
+        "packages",
+        "cores",
+        "memory",
+        "GPU",
+        "models",
+        "sockets",
+        "port",
+        "open files",
+    ]
+
+
+def test_a_port_in_use_is_a_warning(free_port: int) -> None:
+    with socket.create_server(("127.0.0.1", free_port)):
+        code, findings = examine()
+    assert code == 0
+    assert findings["port"][0] == "WARN"
+    assert "--grpc-port" in findings["port"][1]
+
+
+def test_an_open_runtime_folder_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o755)
+    code, findings = examine()
+    assert code == 1
+    assert findings["sockets"][0] == "FAIL"
+    assert "chmod 700" in findings["sockets"][1]
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "subject", "remedy"),
+    [
+        ("os.sched_getaffinity", {0}, "cores", "two or more"),
+        ("psutil.virtual_memory", SimpleNamespace(available=2**30), "memory", "--kv-cache-memory-bytes"),
+        ("shutil.disk_usage", SimpleNamespace(free=2**20), "models", "OCTAVO_HOME"),
+        ("resource.getrlimit", (256, 256), "open files", "ulimit -n 1024"),
+        ("shutil.which", "/nowhere/nvidia-smi", "GPU", "check the driver"),
+    ],
+)
+def test_a_poor_machine_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, target: str, value: object, subject: str, remedy: str
+) -> None:
+    monkeypatch.setattr(f"octavo.cli.doctor.{target}", lambda *_: value)
+    code, findings = examine()
+    assert code == 0
+    assert findings[subject][0] == "WARN"
+    assert remedy in findings[subject][1]
+
+
+def test_an_absent_package_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_PACKAGES", ("grpcio", "no-such-package-of-ours"))
+    code, findings = examine()
+    assert code == 1
+    assert findings["packages"] == (
+        "FAIL",
+        "no-such-package-of-ours absent: run 'make install', or pip install octavo",
+    )

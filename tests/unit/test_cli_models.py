@@ -1,0 +1,135 @@
+"""octavo models list | inspect, and the headers of safetensors files that they read."""
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+from octavo.cli.checkpoint import INDEX_FILE, SINGLE_FILE, read_checkpoint
+from octavo.cli.errors import CommandError
+from octavo.cli.main import build
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(build("models"), ["models", *arguments], env={"COLUMNS": "300"})
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_file({"a": np.zeros((3, 5), np.float32), "b": np.zeros(7, np.float16)}, tmp_path / SINGLE_FILE)
+    return tmp_path
+
+
+def test_a_header_tells_all(checkpoint: Path) -> None:
+    (file,) = read_checkpoint(checkpoint)
+    assert (file.num_tensors, file.num_parameters, file.dtypes) == (2, 22, frozenset({"F32", "F16"}))
+    assert file.num_bytes == (checkpoint / SINGLE_FILE).stat().st_size
+
+
+def test_an_index_names_the_files(checkpoint: Path) -> None:
+    for name in ("one.safetensors", "two.safetensors"):
+        shutil.copy(checkpoint / SINGLE_FILE, checkpoint / name)
+    weight_map = {"a": "two.safetensors", "b": "one.safetensors", "c": "two.safetensors"}
+    (checkpoint / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    assert [file.path.name for file in read_checkpoint(checkpoint)] == ["one.safetensors", "two.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        ('{"weight_map": {"a": "absent.safetensors"}}', "names 'absent.safetensors', which is no file"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "names '../model.safetensors'"),
+        ('{"weight_map": {"a": 1}}', "names 1"),
+        ('{"weight_map": {}}', "has no weight_map"),
+        ("[]", "holds no JSON object"),
+        ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+    ],
+)
+def test_a_wrong_index_is_named(checkpoint: Path, index: str, reason: str) -> None:
+    (checkpoint / INDEX_FILE).write_text(index)
+    with pytest.raises(CommandError, match=reason) as caught:
+        read_checkpoint(checkpoint)
+    assert INDEX_FILE in str(caught.value)
+
+
+def header(text: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "it has 0 bytes"),
+        (b"1234567", "it has 7 bytes"),
+        (struct.pack("<Q", 2**60) + b"{}", f"names a header of {2**60}"),
+        (struct.pack("<Q", 3) + b"{}", "names a header of 3"),
+        (header(b"no JSON"), "cannot be read"),
+        (header(b"[]"), "holds no JSON object"),
+        (header(b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', b"1234"), "tensor 'a'"),
+        (header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}', b"1234"), "tensor 'a'"),
+        (header(b'{"a": {"dtype": 1, "shape": [1], "data_offsets": [0, 4]}}', b"1234"), "tensor 'a'"),
+        (header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', b"123"), "it is damaged"),
+        (header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', b"12345"), "it is damaged"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / SINGLE_FILE).write_bytes(content)
+    with pytest.raises(CommandError, match=reason) as caught:
+        read_checkpoint(tmp_path)
+    assert str(tmp_path / SINGLE_FILE) in str(caught.value)
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=f"{tmp_path} holds neither"):
+        read_checkpoint(tmp_path)
+
+
+def test_inspect_describes_the_demo_model(demo_model: Path) -> None:
+    code, text = run("inspect", str(demo_model))
+    assert code == 0, text
+    for words in (
+        "LlamaForCausalLM",
+        "30, hidden size 576, MLP 1536",
+        "9 heads of 64, 3 for keys and values",
+        "8192 tokens",
+        "134,515,008 as BF16 in 272 tensors",
+        "46080 bytes a token in float32",
+        "538 MB on the CPU (float32), 269 MB as bfloat16",
+        "49152 ids, end of sequence: 2",
+    ):
+        assert words in text
+    assert text.splitlines()[-1] == "would run"
+
+
+def test_inspect_says_why_a_model_would_not_run(demo_model: Path, tmp_path: Path) -> None:
+    """Everything that is wrong at once, not the first of it."""
+    config = json.loads((demo_model / "config.json").read_text()) | {"architectures": ["MambaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, text = run("inspect", str(tmp_path))
+    assert code == 1
+    problems = [line for line in text.splitlines() if line.startswith("would not run: ")]
+    assert len(problems) == 3
+    assert "MambaForCausalLM' is not supported; supported are LlamaForCausalLM" in problems[0]
+    assert "holds neither model.safetensors" in problems[1]
+    assert "tokenizer.json" in problems[2]
+
+
+def test_list_shows_what_was_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_HOME", str(tmp_path))
+    assert run("list") == (0, f"{tmp_path}/models holds no model; 'octavo models fetch demo' fetches one\n")
+    for name, config in (("owner--model", '{"architectures": ["SomeModel"]}'), ("broken", "{"), (".owner.partial", "")):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / "config.json").write_text(config)
+    code, text = run("list")
+    assert code == 0
+    rows = [line.split()[:2] for line in text.splitlines()[1:-1]]
+    assert rows == [["broken", "unknown"], ["owner/model", "SomeModel"]]
