@@ -30,6 +30,9 @@ class FrontendConfig:
         unready_after_s: how long a pause may last until health says NOT_SERVING.
         status_timeout_s: how long GetStatus waits for the scheduler.
         num_tokenizer_threads: threads that tokenise and render.
+
+    Raises:
+        ValueError: a setting is out of its range.
     """
 
     model_path: Path
@@ -54,3 +57,27 @@ class FrontendConfig:
     unready_after_s: float = 10.0
     status_timeout_s: float = 2.0
     num_tokenizer_threads: int = 2
+
+    def __post_init__(self) -> None:
+        if not self.served_model_names or not all(self.served_model_names):
+            raise ValueError(
+                f"served_model_names is {self.served_model_names!r}: at least one name is needed, none empty"
+            )
+        if not 0 <= self.grpc_port < 2**16:
+            raise ValueError(f"grpc_port is {self.grpc_port}: it must be from 0 to 65535")
+        for name in _POSITIVE:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be positive")
+
+
+_POSITIVE = (
+    "max_message_bytes",
+    "max_n",
+    "max_streams",
+    "max_unsent_tokens",
+    "max_messages",
+    "recovery_timeout_s",
+    "unready_after_s",
+    "status_timeout_s",
+    "num_tokenizer_threads",
+)

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError, Message
 
 from octavo.frontend.choice import Chunk
 from octavo.frontend.config import FrontendConfig
@@ -28,6 +27,7 @@ from octavo.frontend.metadata import read_request_id, read_trace
 from octavo.frontend.model import ModelFiles
 from octavo.frontend.prompts import check_chat, encode_chat
 from octavo.frontend.responses import delta_event, finished_event, started_event, whole_response
+from octavo.frontend.rpc import parse
 from octavo.frontend.scheduler_client import SchedulerClient
 from octavo.frontend.streams import Stream
 from octavo.frontend.validation import (
@@ -49,19 +49,8 @@ MAX_INLINE_BYTES = 2048
 another thread only after its switch interval, so that the way there and back would take longer."""
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Message)
 
 Context = grpc.aio.ServicerContext[object, object]
-
-
-def _parse(kind: type[M]) -> Callable[[bytes], M | None]:
-    def parse(data: bytes) -> M | None:
-        try:
-            return kind.FromString(data)
-        except DecodeError:
-            return None
-
-    return parse
 
 
 class GenerationServicer:
@@ -85,16 +74,13 @@ class GenerationServicer:
         self._idle.set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Offer the service.
-
-        Requests are parsed by `_parse`: gRPC itself would answer malformed ones UNKNOWN, with Python's words.
-        """
+        """Offer the service."""
         handlers = {
             "Generate": grpc.unary_unary_rpc_method_handler(
-                self.generate, _parse(pb.GenerateRequest), pb.GenerateResponse.SerializeToString
+                self.generate, parse(pb.GenerateRequest), pb.GenerateResponse.SerializeToString
             ),
             "GenerateStream": grpc.unary_stream_rpc_method_handler(
-                self.generate_stream, _parse(pb.GenerateStreamRequest), pb.GenerateStreamResponse.SerializeToString
+                self.generate_stream, parse(pb.GenerateStreamRequest), pb.GenerateStreamResponse.SerializeToString
             ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(GENERATION_SERVICE, handlers),))

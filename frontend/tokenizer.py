@@ -123,7 +123,9 @@ def _load(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     try:
         tokenizer = Tokenizer.from_str(data)
         description: dict[str, Any] = json.loads(data)
-    except Exception as error:  # `tokenizers` raises plain Exception
+    except BaseException as error:  # `tokenizers` raises plain Exception
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
         raise ModelFilesError(f"{path} is no valid tokenizer: {error}") from error
     # A tokenizer saved for training may cut or pad what it encodes.
     tokenizer.no_truncation()
@@ -133,6 +135,16 @@ def _load(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
 
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     # The batch form is the one that releases the interpreter lock.
-    encoding = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    try:
+        encoding = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    except BaseException as error:
+        if _is_panic(error):
+            raise RuntimeError(f"the tokenizer panicked: {error}") from error
+        raise
     ids: list[int] = encoding.ids
     return ids
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Say whether an error is a panic of Rust code, which is no Exception in Python and has no importable class."""
+    return type(error).__name__ == "PanicException"

@@ -42,9 +42,9 @@ class DecoderRules:
     drop_in_first: str = ""
 
 
-def read_rules(decoder: dict[str, Any] | None) -> DecoderRules | None:
+def read_rules(decoder: Any) -> DecoderRules | None:
     """Read the `decoder` of a tokenizer.json; None if its tokens cannot be decoded one by one."""
-    if decoder is None:
+    if not isinstance(decoder, dict):
         return None
     kind = decoder.get("type")
     if kind == "ByteLevel":

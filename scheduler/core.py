@@ -35,10 +35,13 @@ from octavo.scheduler.state import RequestTable
 from octavo.wire.columns import column_length, unpack_ints
 from octavo.wire.handshake import WorkerFacts
 from octavo.wire.ids import Handle, SessionId
-from octavo.wire.plan import FAULT_NONFINITE_LOGITS, StepResult
+from octavo.wire.plan import FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, StepResult
 from octavo.wire.requests import FailureCode, FinishReason, RequestFailed, SubmitRequest
 
-_FAULTS = {FAULT_NONFINITE_LOGITS: "non-finite logits"}
+_FAULTS = {
+    FAULT_NONFINITE_LOGITS: "non-finite logits",
+    FAULT_NO_CANDIDATE: "masks and filters left no id that could be drawn",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,12 @@ from types import FrameType
 
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.loop import Loop
-from octavo.wire.errors import WireError
+from octavo.wire.errors import AddressInUse, WireError
 
 EXIT_OK = 0
 EXIT_FAILED = 1
+EXIT_CONFIGURATION = 2
+"""Starting again would not help."""
 
 _log = logging.getLogger(__name__)
 
@@ -22,9 +24,12 @@ def run(config: SchedulerConfig) -> int:
     """
     try:
         loop = Loop(config)
+    except AddressInUse as error:
+        _log.error("cannot start the scheduler: %s", error)
+        return EXIT_FAILED  # whoever listens there may be about to leave
     except (WireError, OSError) as error:
         _log.error("cannot start the scheduler: %s", error)
-        return EXIT_FAILED
+        return EXIT_CONFIGURATION
     received: list[int] = []
 
     def on_signal(number: int, _: FrameType | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from octavo.frontend.config import FrontendConfig
 from octavo.frontend.model import SamplingDefaults, load_model_files
 from octavo.frontend.server import check_vocabulary
 from octavo.frontend.tokenizer import ModelFilesError
@@ -109,3 +110,28 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_panic_of_the_tokenizer_library_is_an_ordinary_error(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path, llama_like())
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    saved["post_processor"]["special_tokens"] = {}
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    with pytest.raises(RuntimeError, match="panicked"):
+        load_model_files(folder).tokenizer.encode_text("we")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"served_model_names": ()}, "served_model_names"),
+        ({"served_model_names": ("a", "")}, "served_model_names"),
+        ({"grpc_port": 65536}, "65536"),
+        ({"max_n": 0}, "max_n is 0"),
+        ({"recovery_timeout_s": -1.0}, "recovery_timeout_s"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {"model_path": Path("m"), "served_model_names": ("a",), "address": "ipc:///x", **settings}
+    with pytest.raises(ValueError, match=words):
+        FrontendConfig(**given)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from google.protobuf import json_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.errors import ContextLengthExceeded, InvalidArgument
@@ -208,3 +210,47 @@ def test_the_context_is_used_to_its_last_token() -> None:
     assert raised.value.field_path == "input.stopping.min_tokens"
     with pytest.raises(InvalidArgument, match="holds no token"):
         resolve(0)
+
+
+EXTREMES = st.sampled_from([0, -1, 1, 2, 64, 299, 300, 2**31 - 1, 2**31, 2**32 - 1])
+FLOATS = st.sampled_from([0.0, -0.0, 1e-9, 0.5, 1.0, 2.0, 1e38, math.nan, math.inf, -math.inf, -1.0])
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_whatever_comes_is_refused_by_name_or_can_run(data: st.DataObject) -> None:
+    request = pb.GenerationInput(text="x")
+    for message in (request.sampling, request.stopping, request.output):
+        for field in message.DESCRIPTOR.fields:
+            if not data.draw(st.booleans()) or field.message_type is not None:
+                continue
+            drawn: st.SearchStrategy[Any] = {
+                "float": FLOATS,
+                "bool": st.booleans(),
+                "string": st.text("ab", max_size=3),
+            }.get({2: "float", 8: "bool", 9: "string"}.get(field.type, ""), EXTREMES)
+            value = data.draw(drawn)
+            try:
+                if field.is_repeated:
+                    getattr(message, field.name).extend([value] * data.draw(st.integers(0, 20)))
+                else:
+                    setattr(message, field.name, value)
+            except ValueError:
+                continue  # what the field's type cannot hold cannot arrive
+    refused = None
+    try:
+        found = resolve_call(check_params(request, BOUNDS), "text", [1, 2, 3], BOUNDS)
+    except InvalidArgument as error:
+        refused = error
+    if refused is not None:
+        assert refused.field_path.startswith("input.")
+        assert refused.message
+        return
+    row = found.params.sampling
+    assert 1 <= found.max_tokens <= 61
+    assert 1 <= found.params.num_choices <= 128
+    assert 0 <= row.temperature < math.inf
+    assert 0 < row.top_p <= 1
+    assert 0 <= row.top_k < 300
+    assert all(token_id < 300 for token_id in found.params.ending_ids)
+    assert found.params.min_tokens <= found.max_tokens
