@@ -6,14 +6,17 @@ from collections.abc import Callable
 import grpc
 
 from octavo.frontend.config import FrontendConfig
+from octavo.frontend.rpc import parse
 from octavo.frontend.scheduler_client import SchedulerClient
-from octavo.v1 import admin_pb2, admin_pb2_grpc
+from octavo.v1 import admin_pb2
 from octavo.wire.requests import StatusReport
+
+ADMIN_SERVICE = "octavo.v1.AdminService"
 
 Context = grpc.aio.ServicerContext[admin_pb2.GetStatusRequest, admin_pb2.GetStatusResponse]
 
 
-class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+class AdminServicer:
     """Answers for the whole service, with what the scheduler reports.
 
     Args:
@@ -26,12 +29,20 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._is_draining = is_draining
         self._client: SchedulerClient | None = None
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Offer the service. What a GetStatusRequest holds, even bytes that are none, changes nothing."""
+        method = grpc.unary_unary_rpc_method_handler(
+            self.get_status, parse(admin_pb2.GetStatusRequest), admin_pb2.GetStatusResponse.SerializeToString
+        )
+        handler = grpc.method_handlers_generic_handler(ADMIN_SERVICE, {"GetStatus": method})
+        server.add_generic_rpc_handlers((handler,))
+
     def attach(self, client: SchedulerClient) -> None:
         """Begin to ask the scheduler."""
         self._client = client
 
-    async def GetStatus(  # noqa: N802
-        self, request: admin_pb2.GetStatusRequest, context: Context
+    async def get_status(
+        self, _request: admin_pb2.GetStatusRequest | None, _context: Context
     ) -> admin_pb2.GetStatusResponse:
         """Return the state of the service; without the scheduler's part if it does not answer in time."""
         client = self._client

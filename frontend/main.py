@@ -13,13 +13,20 @@ from octavo.wire.errors import WireError
 SWITCH_INTERVAL_S = 0.001
 """How long the event loop may keep the interpreter from a thread that has tokenised; Python's default is 5 ms."""
 
+EXIT_OK = 0
+EXIT_FAILED = 1
+"""The port is taken, say: a later start may succeed."""
+EXIT_CONFIGURATION = 2
+"""Starting again would not help."""
+
 _log = logging.getLogger(__name__)
 
 
 def run(config: FrontendConfig) -> int:
     """Serve until SIGTERM or SIGINT (drains; a second one stops at once); return the exit status.
 
-    0 after a stop by signal; 1 if the frontend cannot start or the scheduler refuses it, which the log explains.
+    EXIT_OK after a stop by signal; EXIT_FAILED if it cannot listen; EXIT_CONFIGURATION if the model folder is not as it
+    should be or the scheduler refuses this frontend. The log says why.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     return asyncio.run(_serve(config))
@@ -42,18 +49,18 @@ async def _serve(config: FrontendConfig) -> int:
     except (CannotListen, ModelFilesError, WireError) as error:
         _log.error("%s", error)
         await frontend.stop()
-        return 1
+        return EXIT_FAILED if isinstance(error, CannotListen) else EXIT_CONFIGURATION
     reason = await _wait_for_end(frontend, stop)
     if reason is not None:
         _log.error("cannot work with the scheduler: %s", reason)
         await frontend.stop()
-        return 1
+        return EXIT_CONFIGURATION
     drain, second = asyncio.create_task(frontend.drain()), asyncio.create_task(stop_now.wait())
     await asyncio.wait({drain, second}, return_when=asyncio.FIRST_COMPLETED)
     drain.cancel()
     second.cancel()
     await frontend.stop()
-    return 0
+    return EXIT_OK
 
 
 async def _wait_for_end(frontend: Frontend, stop: asyncio.Event) -> str | None:

@@ -8,17 +8,15 @@ import grpc
 import zmq
 from grpc_reflection.v1alpha import reflection
 
-from octavo.frontend.admin import AdminServicer
+from octavo.frontend.admin import ADMIN_SERVICE, AdminServicer
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.errors import Unavailable
 from octavo.frontend.health import GENERATION_SERVICE, Health
 from octavo.frontend.model import ModelFiles, load_model_files
 from octavo.frontend.scheduler_client import SchedulerClient
 from octavo.frontend.service import GenerationServicer
-from octavo.v1 import admin_pb2_grpc
 from octavo.wire.ids import new_boot_id
 
-ADMIN_SERVICE = "octavo.v1.AdminService"
 HEALTH_SERVICE = "grpc.health.v1.Health"
 
 MIN_CLIENT_PING_INTERVAL_MS = 500
@@ -69,7 +67,7 @@ class Frontend:
             CannotListen: the port is taken, or the host is not ours.
         """
         self._service.add_to(self._server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, self._server)
+        self._admin.add_to(self._server)
         self._health.add_to(self._server)
         names = (GENERATION_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

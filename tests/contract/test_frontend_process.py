@@ -14,6 +14,7 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from octavo.frontend.main import EXIT_CONFIGURATION, EXIT_FAILED
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc
 from octavo.wire.requests import FinishReason, SubmitRequest
@@ -140,7 +141,7 @@ async def test_a_port_that_is_taken(tiny_model: Path, address: str) -> None:
         port = other.getsockname()[1]
         with process(tiny_model, address, port) as running:
             status, said = await ended(running)
-    assert status == 1
+    assert status == EXIT_FAILED
     assert f"cannot listen on 127.0.0.1:{port}" in said
     assert "Traceback" not in said
 
@@ -163,7 +164,7 @@ async def test_a_broken_tokenizer_is_named(tmp_path: Path, tiny_model: Path, add
     (tmp_path / "tokenizer.json").write_bytes(b'{"version": "1.0"')
     with process(tmp_path, address, free_port) as running:
         status, said = await ended(running)
-    assert status == 1
+    assert status == EXIT_CONFIGURATION
     assert str(tmp_path / "tokenizer.json") in said
     assert "Traceback" not in said
 
@@ -174,14 +175,14 @@ async def test_a_refusal_by_the_scheduler_ends_it(
     scheduler.refusal = "this is another model"
     with process(tiny_model, address, free_port) as running:
         status, said = await ended(running)
-    assert status == 1
+    assert status == EXIT_CONFIGURATION
     assert "this is another model" in said
 
 
 async def test_an_address_that_is_none(tiny_model: Path, free_port: int) -> None:
     with process(tiny_model, "tcp://10.0.0.1:5", free_port) as running:
         status, said = await ended(running)
-    assert status == 1
+    assert status == EXIT_CONFIGURATION
     assert "tcp://10.0.0.1:5" in said
     assert "Traceback" not in said
 

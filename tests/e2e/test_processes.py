@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
@@ -40,16 +41,30 @@ def test_sigterm_drains_and_exits_with_0(running: Service) -> None:
     assert running.stop() == [0]
 
 
-def test_streams_go_on_after_the_worker_was_killed(running: Service) -> None:
-    old = running.pid_of("worker")
+@pytest.mark.parametrize("role", ["worker", "scheduler"])
+def test_streams_go_on_after_a_process_was_killed(running: Service, role: str) -> None:
+    old = running.pid_of(role)
     answer = Answer()
     for event in running.generation.GenerateStream(request([1], max_tokens=LONG, ignore_eos=True), timeout=90):
         answer.add(event)
         if event.WhichOneof("event") == "delta" and len(answer.ids) - len(event.delta.token_ids) < 5 <= len(answer.ids):
             os.kill(old, signal.SIGKILL)
     assert len(answer.ids) == LONG
-    assert running.pid_of("worker") != old
+    assert running.pid_of(role) != old
     held = running.wait_until_idle()
+    assert held.free_blocks == held.total_blocks
+
+
+def test_a_killed_frontend_comes_back_on_its_port(running: Service) -> None:
+    """Its own streams end UNAVAILABLE; the scheduler forgets them."""
+    call = running.generation.GenerateStream(request([1], max_tokens=4000, ignore_eos=True), timeout=120)
+    next(iter(call))
+    os.kill(running.pid_of("frontend"), signal.SIGKILL)
+    with pytest.raises(grpc.RpcError) as caught:
+        for _ in call:
+            pass
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    held = running.wait_until_ready().wait_until_idle()
     assert held.free_blocks == held.total_blocks
 
 

@@ -1,13 +1,18 @@
 """Streams through frontend, scheduler and worker, over real sockets."""
 
+import contextlib
 import json
+import os
+import signal
+import socket
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 
 from octavo.v1 import generation_pb2 as pb
-from tests.support.service import Answer, Service, request
+from tests.support.service import OCTAVO, Answer, Service, request
 
 NUM_STREAMS = 16
 TEXT = "The quick brown fox jumps over the lazy dog and runs into the forest where the old owl sleeps all day"
@@ -103,6 +108,47 @@ def test_generate_says_in_one_line_what_is_wrong(service: Service) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("octavo: INVALID_ARGUMENT: input.sampling.temperature")
     assert done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_ends_an_answer_early_and_in_good_order(service: Service) -> None:
+    command = [
+        *OCTAVO,
+        "generate",
+        "--address",
+        service.address,
+        "--max-tokens",
+        "4000",
+        "--temperature",
+        "0",
+        "One, two",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=service.environment) as client:
+        assert client.stdout is not None
+        begun = os.read(client.stdout.fileno(), 1)  # its first character: the answer is under way
+        client.send_signal(signal.SIGINT)
+        rest, errors = client.communicate(timeout=60)
+    assert begun
+    assert client.returncode == 0
+    assert rest.endswith(b"\n")
+    assert errors == b""
+    held = service.wait_until_idle()
+    assert held.free_blocks == held.total_blocks
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", bytes(range(256)) * 64],
+    ids=["http/1", "tls", "noise"],
+)
+def test_garbage_on_the_port_closes_its_connection_alone(service: Service, garbage: bytes) -> None:
+    host, _, port = service.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(garbage)
+        connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):  # closed with bytes unread
+            while connection.recv(65536):
+                pass
+    assert read(service, request([1], max_tokens=1, ignore_eos=True)).finished is not None
 
 
 def test_chat_keeps_the_conversation_until_reset(service: Service) -> None:

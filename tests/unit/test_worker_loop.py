@@ -1,0 +1,318 @@
+"""The worker's loop over a real ipc socket, against a scripted scheduler."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from octavo.wire.channel import DealerChannel
+from octavo.wire.handshake import PROTOCOL_VERSION, Goodbye, Heartbeat, Refuse, WorkerHello
+from octavo.wire.ids import new_boot_id
+from octavo.wire.model_digest import model_digest
+from octavo.wire.peer import Peer, PeerRefused
+from octavo.wire.plan import StepPlan, StepResult
+from octavo.worker.loading import LoadedWorker
+from octavo.worker.loop import LoadingStopped, WorkerIdentity, WorkerLoop, keep_in_touch
+from octavo.worker.main import EXIT_CONFIGURATION, EXIT_OK
+from tests.support.plan_driver import PlanDriver, generate, tokens_of
+from tests.support.scripted_scheduler import ScriptedScheduler
+from tests.support.tiny_models import TINY_LLAMA, load_worker, write_model
+
+PROMPT = [5, 6, 7, 8, 9]
+WAIT_S = 60.0
+Spoil = Callable[[StepPlan], StepPlan]
+
+
+class Stop:
+    """Stands for the stop signal, which only the main thread can have."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair()
+        self._requested = False
+
+    def request(self) -> None:
+        self._requested = True
+        self._sender.send(b"x")
+
+    def requested(self) -> bool:
+        return self._requested
+
+    def fileno(self) -> int:
+        return self._receiver.fileno()
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()
+
+
+class RunningLoop:
+    """A WorkerLoop in a thread of its own."""
+
+    def __init__(self, address: str, loaded: LoadedWorker) -> None:
+        self.error: Exception | None = None
+        self.stop = Stop()
+        self._loaded = loaded
+        self._address = address
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with zmq.Context() as context:
+            boot_id = new_boot_id()
+            identity = WorkerIdentity("digest", boot_id)
+            identity.facts = self._loaded.facts
+            peer = Peer(DealerChannel(context, self._address, boot_id), identity.hello, time.monotonic)
+            try:
+                WorkerLoop(peer, self._loaded.runner, self.stop).run()  # type: ignore[arg-type]
+            except Exception as error:  # noqa: BLE001  told to the test
+                self.error = error
+            finally:
+                if not peer.channel.socket.closed:
+                    peer.channel.close()
+
+    def join(self) -> None:
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+
+    def end(self) -> None:
+        self.stop.request()
+        self.join()
+        self.stop.close()
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedWorker:
+    return load_worker(write_model(tmp_path_factory.mktemp("model"), TINY_LLAMA | {"tie_word_embeddings": False}))
+
+
+@pytest.fixture(scope="module")
+def expected(loaded: LoadedWorker) -> list[int]:
+    """What the prompt is continued by."""
+    return generate(loaded.runner, PROMPT, 4)[0]
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/s"
+
+
+@pytest.fixture
+def scheduler(address: str) -> Iterator[ScriptedScheduler]:
+    with zmq.Context() as context:
+        scheduler = ScriptedScheduler(context, address)
+        yield scheduler
+        scheduler.close()
+
+
+@pytest.fixture
+def loop(
+    scheduler: ScriptedScheduler, address: str, loaded: LoadedWorker, expected: list[int]
+) -> Iterator[RunningLoop]:
+    loaded.runner.rows.clear()
+    loop = RunningLoop(address, loaded)
+    yield loop
+    loop.end()
+
+
+def begin(scheduler: ScriptedScheduler, loaded: LoadedWorker, session: int) -> PlanDriver:
+    scheduler.hear_ready()
+    scheduler.welcome(session)
+    limits = loaded.runner.rows.limits
+    driver = PlanDriver(limits.block_size, limits.num_blocks, epoch=session)
+    driver.begin(0, PROMPT)
+    return driver
+
+
+def test_plans_in_flight_are_answered_in_order(
+    scheduler: ScriptedScheduler, loop: RunningLoop, loaded: LoadedWorker, expected: list[int]
+) -> None:
+    driver = begin(scheduler, loaded, 77)
+    for plan in [driver.plan({0: 5}), *(driver.plan({0: 1}) for _ in range(3))]:
+        scheduler.send(plan)
+    results = [scheduler.hear(StepResult) for _ in range(4)]
+    assert [(r.epoch, r.step) for r in results] == [(77, 1), (77, 2), (77, 3), (77, 4)]
+    assert [tokens_of(r)[0] for r in results] == expected
+
+
+def test_the_hello_says_who_and_what(scheduler: ScriptedScheduler, loop: RunningLoop, loaded: LoadedWorker) -> None:
+    hello = scheduler.hear_ready()
+    assert (hello.protocol_version, hello.config_digest, hello.pid) == (PROTOCOL_VERSION, "digest", os.getpid())
+    assert hello.facts == loaded.facts
+
+
+def test_heartbeats_are_answered(scheduler: ScriptedScheduler, loop: RunningLoop) -> None:
+    scheduler.hear_ready()
+    scheduler.welcome(3)
+    scheduler.send(Heartbeat())
+    scheduler.hear(Heartbeat)
+
+
+def test_a_new_session_starts_with_no_rows(
+    scheduler: ScriptedScheduler, loop: RunningLoop, loaded: LoadedWorker, expected: list[int]
+) -> None:
+    driver = begin(scheduler, loaded, 5)
+    scheduler.send(driver.plan({0: 5}))
+    assert tokens_of(scheduler.hear(StepResult)) == {0: expected[0]}
+    scheduler.send(Goodbye("restarting"))
+    again = begin(scheduler, loaded, 6)  # takes row 0 anew, in an epoch whose steps begin at 1
+    scheduler.send(again.plan({0: 5}))
+    result = scheduler.hear(StepResult)
+    assert (result.epoch, result.step, tokens_of(result)) == (6, 1, {0: expected[0]})
+
+
+def test_a_scheduler_that_vanishes_is_replaced(address: str, loaded: LoadedWorker, expected: list[int]) -> None:
+    loop = None
+    try:
+        for session in (8, 9):
+            with zmq.Context() as context:
+                scheduler = ScriptedScheduler(context, address)
+                loop = loop or RunningLoop(address, loaded)
+                driver = begin(scheduler, loaded, session)
+                scheduler.send(driver.plan({0: 5}))
+                assert tokens_of(scheduler.hear(StepResult)) == {0: expected[0]}
+                scheduler.close()
+    finally:
+        if loop is not None:
+            loop.end()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda plan: msgspec.structs.replace(plan, epoch=plan.epoch + 1),
+        lambda plan: msgspec.structs.replace(plan, step=3),
+        lambda plan: msgspec.structs.replace(plan, step=1),
+        lambda plan: msgspec.structs.replace(plan, freed_rows=b"\x07\0\0\0"),
+        lambda plan: msgspec.structs.replace(plan, num_tokens=b"\x02\0\0\0"),
+    ],
+    ids=["other epoch", "step left out", "step repeated", "row not live", "too many tokens"],
+)
+def test_an_impossible_plan_ends_the_session_and_nothing_else(
+    scheduler: ScriptedScheduler, loop: RunningLoop, loaded: LoadedWorker, expected: list[int], spoil: Spoil
+) -> None:
+    driver = begin(scheduler, loaded, 21)
+    scheduler.send(driver.plan({0: 5}))
+    scheduler.hear(StepResult)
+    scheduler.send(spoil(driver.plan({0: 1})))
+    scheduler.send(driver.plan({0: 1}))  # in flight behind it: must not be executed
+    again = begin(scheduler, loaded, 22)
+    scheduler.send(again.plan({0: 5}))
+    result = scheduler.hear(StepResult)
+    assert (result.epoch, tokens_of(result)) == (22, {0: expected[0]})
+
+
+def test_a_stopped_loop_says_goodbye(scheduler: ScriptedScheduler, loop: RunningLoop) -> None:
+    scheduler.hear_ready()
+    scheduler.welcome(3)
+    scheduler.send(Heartbeat())
+    scheduler.hear(Heartbeat)
+    loop.stop.request()
+    assert scheduler.hear(Goodbye).reason == "the worker was told to stop"
+    loop.join()
+    assert loop.error is None
+
+
+def test_a_refused_worker_stops_and_says_why(scheduler: ScriptedScheduler, loop: RunningLoop) -> None:
+    scheduler.hear_ready()
+    scheduler.router.send(scheduler.identity, Refuse("another model"))
+    loop.join()
+    assert isinstance(loop.error, PeerRefused)
+    assert str(loop.error) == "another model"
+
+
+def test_loading_says_hello_without_facts_and_can_be_stopped(scheduler: ScriptedScheduler, address: str) -> None:
+    stop = Stop()
+    with zmq.Context() as context:
+        boot_id = new_boot_id()
+        identity = WorkerIdentity("digest", boot_id)
+        now = 0.0
+        peer = Peer(DealerChannel(context, address, boot_id), identity.hello, lambda: now)
+        heard: list[object] = []
+        while not heard:
+            now += 1.0
+            keep_in_touch(peer, stop)  # type: ignore[arg-type]
+            heard += [message for _, _, message in scheduler.router.receive(1)]
+        assert isinstance(heard[0], WorkerHello)
+        assert heard[0].facts is None
+        stop.request()
+        with pytest.raises(LoadingStopped):
+            keep_in_touch(peer, stop)  # type: ignore[arg-type]
+        peer.channel.close()
+    stop.close()
+
+
+PROCESS = """
+import logging, sys
+from pathlib import Path
+logging.basicConfig(level="INFO", stream=sys.stderr, format="%(message)s")
+from octavo.worker.config import WorkerConfig
+from octavo.worker.main import run
+sys.exit(run(WorkerConfig(Path(sys.argv[1]), sys.argv[2], device="cpu", backend="cpu", block_size=4, max_num_seqs=2,
+                          num_gpu_blocks_override=33, num_threads=1, load_format=sys.argv[3])))
+"""
+
+
+def start_process(folder: Path, address: str, load_format: str = "auto") -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", PROCESS, str(folder), address, load_format], stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_process_serves_and_leaves_in_good_order(scheduler: ScriptedScheduler, address: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    process = start_process(folder, address)
+    try:
+        hello = scheduler.hear_ready()
+        assert (hello.pid, hello.config_digest) == (process.pid, model_digest(folder))
+        assert hello.facts is not None
+        scheduler.welcome(4)
+        driver = PlanDriver(4, 33, epoch=4)
+        driver.begin(1, PROMPT)
+        scheduler.send(driver.plan({1: 5}))
+        assert tokens_of(scheduler.hear(StepResult)).keys() == {1}
+        process.send_signal(signal.SIGTERM)
+        scheduler.hear(Goodbye)
+        _, log = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == EXIT_OK, log
+    assert "loading weights 100%" in log
+    assert len([line for line in log.splitlines() if "loading weights" in line]) <= 10
+
+
+def test_a_process_that_cannot_start_says_why_once(address: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-1])
+    process = start_process(folder, address)
+    try:
+        _, log = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == EXIT_CONFIGURATION, log
+    assert f"{folder / 'model.safetensors'} ({len(content) - 1} bytes) is damaged" in log
+    assert "Traceback" not in log
+
+
+def test_a_folder_that_is_no_model_is_named(address: str, tmp_path: Path) -> None:
+    process = start_process(tmp_path / "nothing", address)
+    try:
+        _, log = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == EXIT_CONFIGURATION, log
+    assert f"{tmp_path / 'nothing'} is no model folder: config.json: No such file" in log
+
+
+def test_the_worker_imports_nothing_heavy_besides_torch() -> None:
+    code = "import sys, octavo.worker.main; print([m for m in ('transformers', 'numpy.testing', 'grpc') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
