@@ -62,10 +62,11 @@ def load(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWor
     shard = ShardSpec()
     _check_memory(model_config, max_model_len, placement)
     model = Decoder(model_config, ops, placement, shard, max_model_len)
+    progress = _Progress(between_tensors)
     if config.load_format == "dummy":
-        fill_dummy(model.targets(), config.seed)
+        fill_dummy(model.targets(), config.seed, progress)
     else:
-        load_weights(config.model_path, model.targets(), model.is_ignored, _Progress(between_tensors))
+        load_weights(config.model_path, model.targets(), model.is_ignored, progress)
     model.finish_loading()
     caches = kv_cache.allocate(config, model_config, shard, placement)
     limits = RowLimits(

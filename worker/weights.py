@@ -68,14 +68,18 @@ def load_weights(
         )
 
 
-def fill_dummy(targets: dict[str, Target], seed: int) -> None:
+def fill_dummy(targets: dict[str, Target], seed: int, progress: Progress) -> None:
     """Fill every target with small random numbers: for speed measurements without a checkpoint."""
+    total = sum(target.view.nbytes for target in targets.values())
+    done = 0
     for number, target in enumerate(targets.values()):
         generator = torch.Generator(target.view.device).manual_seed(seed + number)
         if target.view.dim() == 1:
             target.view.fill_(1.0)
         else:
             target.view.normal_(0.0, target.view.shape[-1] ** -0.5, generator=generator)
+        done += target.view.nbytes
+        progress(done, total)
 
 
 def checkpoint_files(folder: Path) -> dict[Path, frozenset[str] | None]:

@@ -117,7 +117,8 @@ def test_the_cache_is_not_resident_before_it_is_written() -> None:
     assert not caches[-1].values[-1].any()
 
 
-def test_loading_can_be_ended_between_tensors(folder: Path) -> None:
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_loading_can_be_ended_between_tensors(folder: Path, load_format: str) -> None:
     class Enough(Exception):
         pass
 
@@ -130,7 +131,7 @@ def test_loading_can_be_ended_between_tensors(folder: Path) -> None:
             raise Enough
 
     with pytest.raises(Enough):
-        loading.load(worker_config(folder), end_at_third_tensor)
+        loading.load(worker_config(folder, load_format=load_format), end_at_third_tensor)
     assert calls == 3
 
 
