@@ -44,6 +44,7 @@ bench: $(VENV)/.installed-dev ## Run the benchmarks.
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 wheel: $(VENV)/.installed-dev ## Build the wheel and the source distribution into dist/.
+	@rm -rf build # what an earlier build left there would go into the wheel
 	@$(BIN)/python -m build $(ARGS)
 
 clean: ## Remove what was built; models stay.

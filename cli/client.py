@@ -53,7 +53,7 @@ def chat(
     address: Address = DEFAULT_ADDRESS,
     model: ModelName = "",
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
-    max_tokens: MaxTokens = None,
+    max_tokens: MaxTokens = 1024,
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,

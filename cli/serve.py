@@ -2,9 +2,12 @@
 
 import asyncio
 import logging
+import os
+import shutil
 import socket
 import sys
 import time
+from pathlib import Path
 
 import grpc
 import typer
@@ -172,8 +175,8 @@ def _print_summary(supervisor: Supervisor, target: str, status: admin_pb2.GetSta
         "context": f"{status.max_model_len} tokens",
         "KV cache": f"{held.total_blocks} blocks of {held.block_size} tokens ({tokens} tokens)",
         "processes": ", ".join(f"{role} {pid}" for role, pid in supervisor.pids.items()),
-        "chat": f"octavo chat --address {target}",
-        "generate": f'octavo generate --address {target} --temperature 0 "Once upon a time"',
+        "chat": f"{_program()} chat --address {target}",
+        "generate": f'{_program()} generate --address {target} --temperature 0 "Once upon a time"',
         "grpcurl": f"grpcurl -plaintext -d '{request}' {target} octavo.v1.GenerationService/GenerateStream",
     }
     # Lines, not a table: what is meant to be copied must not be folded.
@@ -182,6 +185,14 @@ def _print_summary(supervisor: Supervisor, target: str, status: admin_pb2.GetSta
     for name, words in rows.items():
         console.print(f"  {name:<10}", end="")
         console.print(words, markup=False)
+
+
+def _program() -> str:
+    """Return how the user can call octavo: by its name where a shell finds it, else by the path it was started with."""
+    started = Path(sys.argv[0])
+    if started.name != "octavo" or shutil.which("octavo") == str(started.absolute()):
+        return "octavo"
+    return os.path.relpath(started)
 
 
 def _example() -> generation_pb2.GenerateStreamRequest:

@@ -205,12 +205,27 @@ def _valid_vocab(config: WorkerConfig, model: ModelConfig) -> int:
 
 
 def _warm_up(runner: Runner) -> None:
-    """Run a short prefill and a decode step, so that the first request finds everything loaded and compiled."""
-    num_tokens = min(4, runner.rows.limits.block_size)
-    row = NewRow(0, "warm-up", 0, num_tokens, 0, pack_ints(range(num_tokens)), RowSampling(seed=0, temperature=0.0))
-    one = pack_ints([0])
-    flags = pack_ints([FLAG_SAMPLE])
-    runner.execute(
-        StepPlan(0, 1, one, pack_ints([num_tokens]), flags, (row,), append_row=one, append_block=pack_ints([1]))
-    )
+    """Run a short prefill, then a mixed step, so that the first request finds everything loaded and compiled."""
+    limits = runner.rows.limits
+    prompt = max(1, min(4, limits.block_size - 1, limits.max_num_batched_tokens - 1, limits.max_model_len - 2))
+    runner.execute(_warm_up_plan(1, {0: prompt}, prompt))
+    if prompt + 1 <= min(limits.block_size, limits.max_num_batched_tokens, limits.max_model_len - 1) and (
+        limits.max_num_seqs > 1 and limits.num_blocks > kv_cache.MIN_BLOCKS
+    ):
+        runner.execute(_warm_up_plan(2, {0: 1, 1: prompt}, prompt))
     runner.rows.clear()
+
+
+def _warm_up_plan(step: int, counts: dict[int, int], prompt: int) -> StepPlan:
+    """Return a plan whose last row is new and takes the block behind the null block that has its number."""
+    new = max(counts)
+    return StepPlan(
+        epoch=0,
+        step=step,
+        row=pack_ints(counts.keys()),
+        num_tokens=pack_ints(counts.values()),
+        flags=pack_ints([FLAG_SAMPLE] * len(counts)),
+        new_rows=(NewRow(new, "warm-up", 0, prompt, 0, pack_ints([0] * prompt), RowSampling(seed=0)),),
+        append_row=pack_ints([new]),
+        append_block=pack_ints([new + 1]),
+    )

@@ -1,6 +1,5 @@
 """On the reference backend a sequence's ids and log-probabilities are the same bits whatever surrounds it."""
 
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -70,7 +69,7 @@ def run_together(runner: Runner, seed: int) -> dict[int, tuple[list[int], list[b
     while waiting or driver.rows:
         if waiting and random.random() < 0.6:
             row = waiting.pop()
-            ids, bits = outputs.setdefault(row, ([], []))
+            ids, _ = outputs.setdefault(row, ([], []))
             prompt = prompt_of(row)
             driver.begin(row, [*prompt, *ids], sampling_of(row), num_prompt=len(prompt), choice=row)
         counts: dict[int, int] = {}

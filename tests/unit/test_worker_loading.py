@@ -37,6 +37,20 @@ def test_nothing_is_left_of_the_warm_up(folder: Path) -> None:
     assert len(load_worker(folder).runner.rows) == 0
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 5, 16])
+@pytest.mark.parametrize("budget", [1, 2, 64])
+@pytest.mark.parametrize("length", [2, 3, 256])
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 2), (2, 2), (2, 3)])
+def test_the_smallest_settings_work(
+    folder: Path, block_size: int, budget: int, length: int, rows: int, blocks: int
+) -> None:
+    settings = {"block_size": block_size, "max_num_batched_tokens": budget, "max_model_len": length}
+    facts = load_worker(
+        folder, **settings, max_num_seqs=rows, num_gpu_blocks_override=blocks, load_format="dummy"
+    ).facts
+    assert (facts.block_size, facts.num_blocks, facts.max_model_len) == (block_size, blocks, length)
+
+
 def test_blocks_follow_from_the_memory(folder: Path) -> None:
     worker = load_worker(folder, num_gpu_blocks_override=None, kv_cache_memory_bytes=10 * BLOCK_BYTES + 1)
     assert worker.facts.num_blocks == 10

@@ -24,8 +24,8 @@ from octavo.worker.loading import LoadedWorker
 from octavo.worker.loop import LoadingStopped, WorkerIdentity, WorkerLoop, keep_in_touch
 from octavo.worker.main import EXIT_CONFIGURATION, EXIT_OK
 from tests.support.plan_driver import PlanDriver, generate, tokens_of
-from tests.support.worker_scheduler import ScriptedScheduler
 from tests.support.tiny_models import TINY_LLAMA, load_worker, write_model
+from tests.support.worker_scheduler import ScriptedScheduler
 
 PROMPT = [5, 6, 7, 8, 9]
 WAIT_S = 60.0

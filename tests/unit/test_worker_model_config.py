@@ -33,7 +33,7 @@ def test_llama_with_defaults() -> None:
     config = parse_model_config({k: v for k, v in TINY_LLAMA.items() if k not in ("num_key_value_heads", "rope_theta")})
     assert (config.num_heads, config.num_kv_heads, config.head_size) == (6, 6, 8)
     assert config.rope == RopeConfig(10000.0)
-    assert not (config.qkv_bias or config.output_bias or config.mlp_bias)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (False, False, False)
 
 
 def test_biases_of_llama_and_qwen2() -> None:

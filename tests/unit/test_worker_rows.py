@@ -20,7 +20,7 @@ SAMPLING = RowSampling(seed=1)
 
 def new_row(row: int = 0, ids: object = (1, 2, 3, 4, 5), **changes: Any) -> NewRow:
     values: list[int] = list(ids)  # type: ignore[call-overload]
-    fields = {
+    fields: dict[str, Any] = {
         "row": row,
         "request": "r",
         "choice": 0,
@@ -35,7 +35,9 @@ def new_row(row: int = 0, ids: object = (1, 2, 3, 4, 5), **changes: Any) -> NewR
 def plan(counts: dict[int, tuple[int, int]] | None = None, **columns: Any) -> StepPlan:
     """`counts`: row -> tokens, flags."""
     counts = counts or {}
-    packed = {name: pack_ints(value) if name != "new_rows" else value for name, value in columns.items()}
+    packed: dict[str, Any] = {
+        name: pack_ints(value) if name != "new_rows" else value for name, value in columns.items()
+    }
     return StepPlan(
         epoch=1,
         step=1,
@@ -173,7 +175,7 @@ def test_sampling_parameters_that_are_refused(rows: Rows, changes: dict[str, Any
         ({"fork_src": [0], "fork_dst": [1]}, "forks rows, which this worker does not support"),
     ],
 )
-def test_deltas_that_are_refused(rows: Rows, columns: dict[str, list[int]], message: str) -> None:
+def test_deltas_that_are_refused(rows: Rows, columns: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         rows.apply(plan(**columns))
 
