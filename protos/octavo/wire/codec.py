@@ -5,7 +5,7 @@ the message in its session and direction (uint64). Both are 0 in the handshake.
 """
 
 import struct
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -52,6 +52,8 @@ ToWorker: TypeAlias = (
 )
 FromScheduler: TypeAlias = ToFrontend | ToWorker
 
+T = TypeVar("T")
+
 _encoder = msgspec.msgpack.Encoder()
 _from_peer = msgspec.msgpack.Decoder(FromPeer)
 _from_scheduler = msgspec.msgpack.Decoder(FromScheduler)
@@ -76,11 +78,7 @@ def decode_from_peer(frame: bytes) -> tuple[Envelope, FromPeer]:
         MalformedMessage: the frame is no message of this contract.
         ProtocolMismatch: the frame is of another protocol version.
     """
-    envelope = _decode_header(frame)
-    try:
-        return envelope, _from_peer.decode(memoryview(frame)[_HEADER.size :])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedMessage(str(error)) from error
+    return _decode(frame, _from_peer)
 
 
 def decode_from_scheduler(frame: bytes) -> tuple[Envelope, FromScheduler]:
@@ -90,9 +88,13 @@ def decode_from_scheduler(frame: bytes) -> tuple[Envelope, FromScheduler]:
         MalformedMessage: the frame is no message of this contract.
         ProtocolMismatch: the frame is of another protocol version.
     """
+    return _decode(frame, _from_scheduler)
+
+
+def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[T]) -> tuple[Envelope, T]:
     envelope = _decode_header(frame)
     try:
-        return envelope, _from_scheduler.decode(memoryview(frame)[_HEADER.size :])
+        return envelope, decoder.decode(memoryview(frame)[_HEADER.size :])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedMessage(str(error)) from error
 
