@@ -49,7 +49,6 @@ def _serve(config: WorkerConfig, stop: StopSignal, context: "zmq.Context[zmq.Soc
         WorkerLoop(peer, loaded.runner, stop).run()
     except LoadingStopped:
         logger.info("told to stop while loading")
-        peer.leave("the worker was told to stop")
     finally:
         if not peer.channel.socket.closed:
             peer.channel.close()

@@ -103,6 +103,14 @@ def test_a_cuda_device_that_is_not_there(folder: Path, monkeypatch: pytest.Monke
         load_worker(folder, device="cuda")
 
 
+def test_the_backend_follows_the_device() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert [loading._backend("auto", device) for device in (cpu, cuda)] == ["cpu", "reference"]
+    assert [loading._backend("reference", device) for device in (cpu, cuda)] == ["reference", "reference"]
+    with pytest.raises(StartError, match="backend 'cpu' does not run on device 'cuda'; backend 'reference' does"):
+        loading._backend("cpu", cuda)
+
+
 def test_a_cache_below_two_blocks(folder: Path) -> None:
     with pytest.raises(MemoryShortage, match=f"at least 2 blocks of {BLOCK_BYTES} bytes, kv_cache_memory_bytes = 1023"):
         load_worker(folder, num_gpu_blocks_override=None, kv_cache_memory_bytes=1023)

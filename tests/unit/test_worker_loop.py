@@ -20,11 +20,13 @@ from octavo.wire.ids import new_boot_id
 from octavo.wire.model_digest import model_digest
 from octavo.wire.peer import Peer, PeerRefused
 from octavo.wire.plan import StepPlan, StepResult
-from octavo.worker.loading import LoadedWorker
+from octavo.worker import main
+from octavo.worker.config import WorkerConfig
+from octavo.worker.loading import LoadedWorker, load
 from octavo.worker.loop import LoadingStopped, WorkerIdentity, WorkerLoop, keep_in_touch
 from octavo.worker.main import EXIT_CONFIGURATION, EXIT_OK
 from tests.support.plan_driver import PlanDriver, generate, tokens_of
-from tests.support.tiny_models import TINY_LLAMA, load_worker, write_model
+from tests.support.tiny_models import TINY_LLAMA, load_worker, worker_config, write_model
 from tests.support.worker_scheduler import ScriptedScheduler
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -248,6 +250,22 @@ def test_loading_says_hello_without_facts_and_can_be_stopped(scheduler: Scripted
             keep_in_touch(peer, stop)  # type: ignore[arg-type]
         peer.channel.close()
     stop.close()
+
+
+def test_sigterm_while_loading_ends_the_process_in_good_order(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[LoadedWorker] = []
+
+    def load_after_sigterm(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWorker:
+        os.kill(os.getpid(), signal.SIGTERM)
+        loaded.append(load(config, between_tensors))
+        return loaded[0]
+
+    monkeypatch.setattr(main, "load", load_after_sigterm)
+    config = worker_config(write_model(tmp_path / "model"), address=address)
+    assert main.run(config) == main.EXIT_OK
+    assert loaded == []
 
 
 PROCESS = """

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -233,6 +235,21 @@ def test_each_row_gets_as_many_logprobs_as_it_asked_for() -> None:
     counts = [0, 5, -1, 2]
     results = run([plain(msgspec.structs.replace(GREEDY, logprobs=count)) for count in counts])
     assert [None if r.logprobs is None else len(r.logprobs.top_ids) for r in results] == [0, 5, None, 2]
+
+
+def test_the_operations_never_see_a_row_that_is_not_finite() -> None:
+    seen: list[torch.Tensor] = []
+
+    def watch(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(logits.clone())
+        return OPS.sample(logits, *rest)
+
+    functions = {name: getattr(OPS, name) for name in ("first_nonfinite", "filter_logits", "logprobs")}
+    ops: Any = SimpleNamespace(**functions, sample=watch)
+    cases = [plain(RowSampling(seed=1, top_k=3)), plain(RowSampling(seed=1, top_k=3), logits=[math.nan] * VOCAB)]
+    logits = torch.tensor([case.logits for case in cases])
+    assert [r.nonfinite for r in sample(ops, logits, [case.row() for case in cases], VALID)] == [False, True]
+    assert not seen[0].isnan().any()
 
 
 def test_nonfinite_rows_leave_their_neighbours_alone() -> None:
