@@ -4,7 +4,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import grpc
 import typer
@@ -22,6 +22,15 @@ TopK = Annotated[int | None, typer.Option("--top-k", help="Number of most likely
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of the noise.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer (may be repeated).")]
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+EXIT_INTERRUPTED = 130
+"""As a shell reports SIGINT: what was printed is not the whole answer."""
+
+
+class Answer(NamedTuple):
+    """What was printed, and whether Ctrl-C cut it short."""
+
+    text: str
+    is_cut: bool
 
 
 def generate(
@@ -36,7 +45,8 @@ def generate(
     stop: Stop = None,
 ) -> None:
     """Continue a text and print it as it comes."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    # The newline that ends a piped text is the shell's, not the author's; most models continue badly after it.
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     request = pb.GenerationInput(
         model=model,
         text=text,
@@ -44,8 +54,10 @@ def generate(
         stopping=pb.StoppingParams(max_tokens=max_tokens, stop_strings=stop or []),
     )
     with grpc.insecure_channel(address) as channel:
-        _stream(rpc.GenerationServiceStub(channel), request, address)
+        answer = _stream(rpc.GenerationServiceStub(channel), request, address)
     typer.echo()
+    if answer.is_cut:
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def chat(
@@ -79,9 +91,11 @@ def chat(
             )
             answer = _stream(stub, request, address)
             typer.echo()
+            if message and answer.is_cut:
+                raise typer.Exit(EXIT_INTERRUPTED)
             if message:
                 return
-            messages.append(pb.ChatMessage(role="assistant", content=answer))
+            messages.append(pb.ChatMessage(role="assistant", content=answer.text))
 
 
 def _sampling(temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None) -> pb.SamplingParams:
@@ -97,7 +111,7 @@ def _ask() -> str | None:
     return None if line == "/exit" else line
 
 
-def _stream(stub: rpc.GenerationServiceStub, request: pb.GenerationInput, address: str) -> str:
+def _stream(stub: rpc.GenerationServiceStub, request: pb.GenerationInput, address: str) -> Answer:
     """Print an answer as it comes; return it. Ctrl-C ends it early.
 
     Raises:
@@ -105,6 +119,7 @@ def _stream(stub: rpc.GenerationServiceStub, request: pb.GenerationInput, addres
     """
     call = stub.GenerateStream(pb.GenerateStreamRequest(input=request))
     pieces = []
+    is_cut = False
     with _cancelled_by_ctrl_c(call.cancel):
         try:
             for event in call:
@@ -115,14 +130,15 @@ def _stream(stub: rpc.GenerationServiceStub, request: pb.GenerationInput, addres
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.CANCELLED:
                 raise failure(address, error) from error
-    return "".join(pieces)
+            is_cut = True
+    return Answer("".join(pieces), is_cut)
 
 
 def failure(address: str, error: grpc.RpcError) -> CommandError:
     """Return the one line that the user gets for a failed call."""
     details = error.details() or ""
     if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
-        return CommandError(f"no service answers at {address}; 'octavo serve demo' starts one")
+        return CommandError(f"no service answers at {address} (HOST:PORT); 'octavo serve demo' starts one here")
     return CommandError(f"{error.code().name}: {' '.join(details.split())}")
 
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from octavo.cli.client import DEFAULT_ADDRESS
+from octavo.cli import options
 from octavo.cli.demo_model import NAME
 from octavo.cli.errors import CommandError
 from octavo.cli.model_store import DEMO, folder_of, is_complete
@@ -31,6 +31,9 @@ _GPU_TIMEOUT_S = 10
 _COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 
 
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 50051
+
+
 @dataclass(frozen=True)
 class Finding:
     """What one check found."""
@@ -42,9 +45,9 @@ class Finding:
     """What was found; where it is not OK, also what helps."""
 
 
-def doctor() -> None:
+def doctor(host: options.Host = DEFAULT_HOST, grpc_port: options.GrpcPort = DEFAULT_PORT) -> None:
     """Check this machine: Python, packages, cores, memory, GPU, folders, port, limits."""
-    findings = [check() for check in _CHECKS]
+    findings = [*(check() for check in _CHECKS), _port(host, grpc_port), _open_files()]
     table = Table(show_header=False, box=None, padding=(0, 1))
     for finding in findings:
         color = _COLORS[finding.level]
@@ -122,15 +125,14 @@ def _runtime() -> Finding:
     return Finding("OK", "sockets", str(folder))
 
 
-def _port() -> Finding:
-    host, _, port = DEFAULT_ADDRESS.rpartition(":")
+def _port(host: str, port: int) -> Finding:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, int(port)))
+            probe.bind((host, port))
         except OSError as error:
-            return Finding("WARN", "port", f"{DEFAULT_ADDRESS}: {error.strerror}; choose another with --grpc-port")
-    return Finding("OK", "port", f"{DEFAULT_ADDRESS} is free")
+            return Finding("WARN", "port", f"{host}:{port}: {error.strerror}; choose another with --grpc-port")
+    return Finding("OK", "port", f"{host}:{port} is free")
 
 
 def _open_files() -> Finding:
@@ -148,8 +150,6 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     _gpu,
     _models,
     _runtime,
-    _port,
-    _open_files,
 )
 
 

@@ -1,5 +1,6 @@
 """octavo: the one command line."""
 
+import os
 import sys
 from importlib import import_module
 
@@ -53,6 +54,8 @@ def _version(
 
 def main() -> None:
     """Run the command that sys.argv names."""
+    # gRPC's own log repeats on standard error, in its words, what the commands say in theirs.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
     try:
         build(command)()

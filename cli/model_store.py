@@ -59,7 +59,8 @@ def locate(name: str) -> Path:
     path = Path(name).expanduser()
     folder = path.absolute() if name != DEMO and path.is_dir() else folder_of(name)
     if not is_complete(folder):
-        raise ConfigurationError(f"there is no model {name!r}: neither {path} nor {folder} has a config.json")
+        tried = [str(folder)] if name == DEMO else list(dict.fromkeys((str(path.absolute()), str(folder))))
+        raise ConfigurationError(f"there is no model {name!r}: no config.json in {' or '.join(tried)}")
     return folder
 
 

@@ -8,12 +8,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from octavo.cli.checkpoint import CheckpointFile, read_checkpoint
-from octavo.cli.errors import CommandError
+from octavo.cli.checkpoint import CheckpointFile
+from octavo.cli.model_check import examine
 from octavo.cli.model_store import fetch, is_complete, locate
 from octavo.cli.places import models_folder
-from octavo.worker.errors import ModelConfigError
-from octavo.worker.models.config import ModelConfig, load_model_config
+from octavo.frontend.model import ModelFiles
+from octavo.worker.models.config import ModelConfig
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -53,27 +53,21 @@ def inspect(
 ) -> None:
     """Show what a model is and whether it would run; reads headers, no weights."""
     folder = locate(name)
-    problems: list[str] = []
+    found = examine(folder)
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_row("folder", str(folder))
-    config: ModelConfig | None = None
-    try:
-        config = load_model_config(folder)
-        _describe(table, config)
-    except ModelConfigError as error:
-        problems.append(str(error))
-        table.add_row("architecture", _architecture(folder))
-    try:
-        files = read_checkpoint(folder)
-    except CommandError as error:
-        problems.append(str(error))
+    if found.config is not None:
+        _describe(table, found.config)
     else:
-        _describe_files(table, files, config)
-    problems += _describe_text(table, folder)
+        table.add_row("architecture", _architecture(folder))
+    if found.weights is not None:
+        _describe_files(table, found.weights, found.config)
+    if found.text is not None:
+        _describe_text(table, found.text)
     Console().print(table, soft_wrap=True)
-    for problem in problems:
+    for problem in found.problems:
         typer.echo(f"would not run: {problem}")
-    if problems:
+    if found.problems:
         raise typer.Exit(1)
     typer.echo("would run")
 
@@ -105,18 +99,9 @@ def _describe_files(table: Table, files: list[CheckpointFile], config: ModelConf
     table.add_row("memory", f"weights need {', '.join(needs)}")
 
 
-def _describe_text(table: Table, folder: Path) -> list[str]:
-    """Describe tokenizer and chat template; return what is wrong with them."""
-    from octavo.frontend.model import load_model_files  # only here: the tokenizer library takes a while to load
-    from octavo.frontend.tokenizer import ModelFilesError
-
-    try:
-        files = load_model_files(folder)
-    except (ModelFilesError, FileNotFoundError) as error:
-        return [str(error)]
+def _describe_text(table: Table, files: ModelFiles) -> None:
     table.add_row("tokenizer", f"{files.tokenizer.num_ids} ids, end of sequence: {', '.join(map(str, files.eos_ids))}")
     table.add_row("chat template", "yes" if files.chat_template else "none: chat requests will be refused")
-    return []
 
 
 def _architecture(folder: Path) -> str:

@@ -1,6 +1,5 @@
 """octavo frontend | scheduler | worker: one process each, as compose or an operator starts them."""
 
-import os
 import sys
 
 import typer
@@ -101,9 +100,6 @@ def worker(
 ) -> None:
     """Run a worker: weights, KV cache, forward passes, sampling."""
     _begin("worker", log_level, exit_with_parent)
-    # Threads that spin while they wait starve each other as soon as anything else runs on the same cores: with two busy
-    # neighbours a decode step of the demo model took 1.8 s instead of 0.06 s. OpenMP reads this when torch loads it.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from octavo.worker.config import WorkerConfig
     from octavo.worker.main import run
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from octavo.cli import logs, options
 from octavo.cli.errors import ConfigurationError
+from octavo.cli.model_check import require_servable
 from octavo.cli.model_store import Model, resolve
 from octavo.cli.places import default_scheduler_address
 from octavo.cli.supervisor import ChildSpec, Supervisor
@@ -25,7 +26,6 @@ from octavo.v1 import admin_pb2, admin_pb2_grpc, generation_pb2
 logger = logging.getLogger(__name__)
 
 _CHANNEL_OPTIONS = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
-_EXTRA_GRACE_S = 5.0
 
 
 def serve(
@@ -61,6 +61,7 @@ def serve(
     logs.configure("serve", log_level)
     found = resolve(model)
     _check_port(host, grpc_port)
+    require_servable(found.folder, with_weights=load_format != "dummy")
     address = scheduler_address or default_scheduler_address(f"scheduler-{grpc_port}")
     common = {"scheduler-address": address, "log-level": log_level}
     children = [
@@ -110,7 +111,7 @@ def serve(
             },
         ),
     ]
-    supervisor = Supervisor(children, grace_s=grace + _EXTRA_GRACE_S)
+    supervisor = Supervisor(children, grace_s=grace)
     sys.exit(asyncio.run(_run(supervisor, f"{_reachable(host)}:{grpc_port}", started)))
 
 
@@ -196,7 +197,13 @@ def _program() -> str:
 
 
 def _example() -> generation_pb2.GenerateStreamRequest:
-    return generation_pb2.GenerateStreamRequest(input=generation_pb2.GenerationInput(text="Once upon a time"))
+    return generation_pb2.GenerateStreamRequest(
+        input=generation_pb2.GenerationInput(
+            text="Once upon a time",
+            sampling=generation_pb2.SamplingParams(temperature=0),
+            stopping=generation_pb2.StoppingParams(max_tokens=64),
+        )
+    )
 
 
 def register(app: typer.Typer) -> None:

@@ -18,7 +18,7 @@ def status(
     address: Address = DEFAULT_ADDRESS,
     as_json: Annotated[bool, typer.Option("--json", help="Print GetStatusResponse as JSON.")] = False,
 ) -> None:
-    """Show each process with role, pid, epoch and state; queues; blocks."""
+    """Show each process with role, pid, epoch and state; queues; blocks. Exit status 1 if the service is not ready."""
     with grpc.insecure_channel(address) as channel:
         try:
             answer = admin_pb2_grpc.AdminServiceStub(channel).GetStatus(
@@ -34,6 +34,8 @@ def status(
         )
     else:
         _show(answer)
+    if not answer.ready:
+        raise typer.Exit(1)
 
 
 def _show(answer: admin_pb2.GetStatusResponse) -> None:

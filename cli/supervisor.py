@@ -20,6 +20,7 @@ EXIT_CONFIGURATION = 2
 OCTAVO = (sys.executable, "-P", "-m", "octavo.cli.main")
 """-P: what lies in the current folder must not shadow modules."""
 FRONTEND = "frontend"
+KILL_DELAY_S = 5.0
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 30.0
 STABLE_AFTER_S = 60.0
@@ -45,7 +46,7 @@ class Supervisor:
 
         Args:
             children: the processes.
-            grace_s: time that children get to end after SIGTERM, before they are killed.
+            grace_s: time that running requests get after SIGTERM; children that live KILL_DELAY_S longer are killed.
             program: what is run with a role and its arguments.
         """
         self._specs = children
@@ -147,7 +148,7 @@ class Supervisor:
                 self._signal(role, signal.SIGTERM)
             if not tasks:
                 continue
-            _, alive = await asyncio.wait(tasks, timeout=self._grace_s)
+            _, alive = await asyncio.wait(tasks, timeout=self._grace_s + KILL_DELAY_S)
             if alive:
                 logger.warning("killing what did not end within %g s: %s", self._grace_s, ", ".join(roles))
                 for role in roles:

@@ -48,7 +48,7 @@ class AdminServicer:
         client = self._client
         report = await client.status() if client is not None else None
         response = admin_pb2.GetStatusResponse(models=self._config.served_model_names)
-        response.ready = client is not None and client.serving and not self._is_draining()
+        response.ready = client is not None and client.serving and not client.reason and not self._is_draining()
         if not response.ready:
             reason = "the model is being loaded" if client is None else client.reason
             response.reason = "the frontend is about to stop" if self._is_draining() else reason

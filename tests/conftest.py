@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import octavo.worker  # noqa: F401 - first of all: it sets how the threads of torch wait
 from octavo.cli.model_store import DEMO, fetch
 from tests.support import service
 

@@ -1,5 +1,6 @@
 """How the processes of a service begin, end, and survive each other."""
 
+import json
 import os
 import signal
 import socket
@@ -102,17 +103,32 @@ def test_a_port_in_use_is_refused_before_anything_starts(make_service: MakeServi
     assert done.stderr == f"octavo: cannot listen on {service.address}: Address already in use\n"
 
 
-def test_a_damaged_model_ends_the_service(make_service: MakeService, demo_model: Path, tmp_path: Path) -> None:
-    """The worker's reason is shown, and nothing is started again."""
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
+def test_a_damaged_model_is_refused_before_anything_starts(
+    make_service: MakeService, demo_model: Path, tmp_path: Path
+) -> None:
+    with (demo_model / "model.safetensors").open("rb") as source:
+        (tmp_path / "model.safetensors").write_bytes(source.read(1_000_000))
     for path in demo_model.iterdir():
         if path.name != "model.safetensors":
-            (damaged / path.name).symlink_to(path)
-    with (demo_model / "model.safetensors").open("rb") as source:
-        (damaged / "model.safetensors").write_bytes(source.read(1_000_000))
-    service = make_service().serve(str(damaged))
+            (tmp_path / path.name).symlink_to(path)
+    service = make_service().serve(str(tmp_path))
     assert service.process.wait(60) == 2
+    assert f"{tmp_path} cannot be served" in service.output
     assert "model.safetensors" in service.output
+    assert "listens" not in service.output
+
+
+def test_what_only_the_worker_finds_ends_the_service(
+    make_service: MakeService, demo_model: Path, tmp_path: Path
+) -> None:
+    """The worker's reason is shown, and nothing is started again."""
+    for path in demo_model.iterdir():
+        if path.name != "config.json":
+            (tmp_path / path.name).symlink_to(path)
+    config = json.loads((demo_model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 31}))
+    service = make_service().serve(str(tmp_path))
+    assert service.process.wait(60) == 2
+    assert "lacks 9 tensors" in service.output
     assert service.output.count("the worker cannot start as configured") == 1
     assert "starts again" not in service.output

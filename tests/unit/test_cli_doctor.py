@@ -21,7 +21,7 @@ def machine(tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("octavo.cli.doctor.psutil.virtual_memory", lambda: SimpleNamespace(available=8 * 2**30))
     monkeypatch.setattr("octavo.cli.doctor.shutil.disk_usage", lambda _: SimpleNamespace(free=9 * 2**30))
     monkeypatch.setattr("octavo.cli.doctor.resource.getrlimit", lambda _: (1024, 4096))
-    monkeypatch.setattr(doctor, "DEFAULT_ADDRESS", f"127.0.0.1:{free_port}")
+    monkeypatch.setenv("OCTAVO_GRPC_PORT", str(free_port))
 
 
 def examine() -> tuple[int, dict[str, tuple[str, str]]]:

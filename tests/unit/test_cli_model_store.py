@@ -199,5 +199,5 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_locate_names_where_it_looked(store: Path) -> None:
-    with pytest.raises(ConfigurationError, match=f"neither demo nor {store}/SmolLM2-135M-Instruct"):
+    with pytest.raises(ConfigurationError, match=f"no config.json in {store}/SmolLM2-135M-Instruct$"):
         locate(DEMO)

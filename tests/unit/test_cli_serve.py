@@ -50,6 +50,7 @@ def test_every_flag_of_serve_reaches_a_child(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(logs, "configure", lambda role, level: None)
     monkeypatch.setattr(serve, "resolve", lambda name: Model(tmp_path, ("a", "b")))
     monkeypatch.setattr(serve, "_check_port", lambda host, port: None)
+    monkeypatch.setattr(serve, "require_servable", lambda folder, with_weights: None)
     values = {name: f"value-of-{name}" for name in parameters("serve") if name not in ("config", "grace")}
     with pytest.raises(Stop):
         serve.serve(**values | {"served_model_name": ["x", "y"], "grace": 3.0})  # type: ignore[arg-type]
