@@ -5,7 +5,6 @@ depends on seed, choice and output position alone. Log-probabilities are of the 
 cost nothing more than the most likely id.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +23,10 @@ class RowSampler:
     """One row's parameters, as tensors where they are lists of ids.
 
     Raises (on construction):
-        PlanError: an id lies outside the vocabulary, or a number outside its range.
+        PlanError: an id lies outside the vocabulary.
     """
 
     def __init__(self, parameters: RowSampling, choice: int, vocab_size: int, device: torch.device) -> None:
-        _check_ranges(parameters)
         self.parameters = parameters
         self.choice = choice
 
@@ -51,23 +49,6 @@ class RowSampler:
     def holds_back_stops(self, num_output: int) -> bool:
         """Say whether stop ids must not be drawn yet."""
         return num_output < self.parameters.min_tokens and self.stop_ids.numel() > 0
-
-
-def _check_ranges(parameters: RowSampling) -> None:
-    """Check what the edge has checked before: a NaN that got through would draw nonsense in silence."""
-    in_range = {
-        "temperature": 0 <= parameters.temperature < math.inf,
-        "top_p": 0 < parameters.top_p <= 1,
-        "min_p": 0 <= parameters.min_p <= 1,
-        "presence_penalty": math.isfinite(parameters.presence_penalty),
-        "frequency_penalty": math.isfinite(parameters.frequency_penalty),
-        "repetition_penalty": 0 < parameters.repetition_penalty < math.inf,
-    }
-    for name, fits in in_range.items():
-        if not fits:
-            raise PlanError(f"{name} = {getattr(parameters, name)} is out of range")
-    if not all(math.isfinite(value) for value in unpack_floats(parameters.logit_bias_values)):
-        raise PlanError("logit_bias holds a value that is not finite")
 
 
 @dataclass(frozen=True)

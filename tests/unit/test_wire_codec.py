@@ -1,5 +1,6 @@
 """The codec: what is sent comes back, and what is no message never gets further than the decoder."""
 
+import math
 import random
 
 import msgspec
@@ -160,3 +161,27 @@ def test_no_mutation_of_a_message_gets_past_the_decoder_as_anything_but_a_messag
         except (MalformedMessage, ProtocolMismatch):
             continue
     assert decoded < 5000
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", math.nan),
+        ("temperature", -1.0),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", -0.1),
+        ("presence_penalty", math.inf),
+        ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0.0),
+        ("logit_bias_values", pack_floats([math.nan])),
+        ("seed", -1),
+    ],
+)
+def test_sampling_numbers_out_of_range_do_not_get_past_the_decoder(name: str, value: object) -> None:
+    sampling = RowSampling(seed=0, logit_bias_ids=pack_ints([5]), logit_bias_values=pack_floats([1.0]))
+    fields = [value if f == name else getattr(sampling, f) for f in RowSampling.__struct_fields__]
+    submit = [fields if f == "sampling" else getattr(SUBMIT, f) for f in SubmitRequest.__struct_fields__]
+    with pytest.raises(MalformedMessage, match=r"out of range|>= 0"):
+        codec.decode_from_peer(codec.encode(Heartbeat())[:24] + msgspec.msgpack.encode(["submit", *submit]))

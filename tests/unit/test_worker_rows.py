@@ -140,16 +140,6 @@ def test_new_rows_that_are_refused(rows: Rows, changes: dict[str, Any], message:
         ({"stop_token_ids": pack_ints([50])}, r"stop_token_ids holds an id outside of \[0, 50\)"),
         ({"allowed_token_ids": pack_ints([-1])}, "allowed_token_ids holds an id outside"),
         ({"logit_bias_ids": pack_ints([55]), "logit_bias_values": pack_floats([1])}, "logit_bias holds an id outside"),
-        ({"logit_bias_ids": pack_ints([5]), "logit_bias_values": pack_floats([float("nan")])}, "value that is not fin"),
-        ({"temperature": float("nan")}, "temperature = nan is out of range"),
-        ({"temperature": -1.0}, r"temperature = -1\.0 is out of range"),
-        ({"temperature": float("inf")}, "temperature = inf is out of range"),
-        ({"top_p": 0.0}, r"top_p = 0\.0 is out of range"),
-        ({"top_p": 1.5}, r"top_p = 1\.5 is out of range"),
-        ({"min_p": -0.1}, r"min_p = -0\.1 is out of range"),
-        ({"presence_penalty": float("inf")}, "presence_penalty = inf is out of range"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty = nan is out of range"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty = 0\.0 is out of range"),
     ],
 )
 def test_sampling_parameters_that_are_refused(rows: Rows, changes: dict[str, Any], message: str) -> None:

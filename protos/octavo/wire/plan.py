@@ -5,12 +5,13 @@ it runs the forward pass over the rows of the step and samples. So a row or bloc
 by the same plan. Plans are numbered from 1 within an epoch and executed in order.
 """
 
+import math
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from octavo.wire.columns import same_length, unpack_ints
+from octavo.wire.columns import same_length, unpack_floats, unpack_ints
 from octavo.wire.errors import MalformedMessage
 
 FLAG_SAMPLE = 1
@@ -45,14 +46,30 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True):
     logprobs: Annotated[int, Meta(ge=-1, le=1024)] = -1  # -1: none; k: the drawn id and the k most likely
 
     def __post_init__(self) -> None:
-        """Check the columns.
+        """Check numbers and columns: what got past here and then failed in a worker would take every row with it.
 
         Raises:
-            MalformedMessage: a column has the wrong length.
+            MalformedMessage: a number is not finite or out of its range, or a column has the wrong length.
         """
+        self._check_ranges()
         same_length("logit_bias", self.logit_bias_ids, self.logit_bias_values)
         same_length("stop_token_ids", self.stop_token_ids)
         same_length("allowed_token_ids", self.allowed_token_ids)
+
+    def _check_ranges(self) -> None:
+        in_range = {
+            "seed": self.seed < 2**64,
+            "temperature": 0 <= self.temperature < math.inf,
+            "top_p": 0 < self.top_p <= 1,
+            "min_p": 0 <= self.min_p <= 1,
+            "presence_penalty": math.isfinite(self.presence_penalty),
+            "frequency_penalty": math.isfinite(self.frequency_penalty),
+            "repetition_penalty": 0 < self.repetition_penalty < math.inf,
+            "logit_bias": all(map(math.isfinite, unpack_floats(self.logit_bias_values))),
+        }
+        for name, fits in in_range.items():
+            if not fits:
+                raise MalformedMessage(f"{name} = {getattr(self, name, 'a value that is not finite')} is out of range")
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
