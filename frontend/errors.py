@@ -15,6 +15,7 @@
 Each status carries google.rpc details: always ErrorInfo{reason, domain, metadata}, and what the table adds.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -171,11 +172,16 @@ async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: ServiceErr
     """End a call with the status of an error.
 
     Raises:
-        grpc.aio.AbortError: always; it must reach the server.
+        grpc.aio.AbortError: it must reach the server.
+        asyncio.CancelledError: the call is over already (its deadline has passed, say), there is nobody to tell.
     """
     status = to_status(error, request_id)
     trailing = ((DETAILS_METADATA_KEY, status.SerializeToString()),)
-    await context.abort(RULES[type(error)].code, status.message, trailing)
+    try:
+        await context.abort(RULES[type(error)].code, status.message, trailing)
+    except grpc.aio.InternalError as late:
+        _log.debug("request %s was over before its status could be sent: %s", request_id, late)
+        raise asyncio.CancelledError from late
 
 
 def internal_error(request_id: str) -> InternalError:
