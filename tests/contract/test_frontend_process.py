@@ -18,7 +18,7 @@ from octavo.frontend.main import EXIT_CONFIGURATION, EXIT_FAILED
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc
 from octavo.wire.requests import FinishReason, SubmitRequest
-from tests.support.frontend_client import EOF, WAIT_S, parse, refusal
+from tests.support.frontend_client import EOF, WAIT_S, parse, read, refusal
 from tests.support.scripted_scheduler import ScriptedScheduler
 
 CODE = """
@@ -71,7 +71,7 @@ async def begin_stream(channel: grpc.aio.Channel, scheduler: ScriptedScheduler) 
     call = stub.GenerateStream(pb.GenerateStreamRequest(input=parse(text="x")), timeout=WAIT_S)
     request = await scheduler.next(SubmitRequest)
     scheduler.start_request(request)
-    assert (await call.read()).WhichOneof("event") == "started"  # type: ignore[attr-defined]
+    assert (await read(call)).WhichOneof("event") == "started"
     return call, request
 
 
@@ -111,9 +111,9 @@ async def test_sigterm_lets_running_requests_end(
                         break
             assert found.reason == "DRAINING"
             scheduler.emit(request, list(b"all"), finish=FinishReason.LENGTH)
-            assert (await call.read()).delta.text == "all"  # type: ignore[attr-defined]
-            assert (await call.read()).WhichOneof("event") == "finished"  # type: ignore[attr-defined]
-            assert await call.read() is EOF  # type: ignore[attr-defined]
+            assert (await read(call)).delta.text == "all"
+            assert (await read(call)).WhichOneof("event") == "finished"
+            assert await read(call) is EOF
             assert (await ended(running))[0] == 0
             await scheduler.session_over()
 

@@ -22,7 +22,7 @@ from octavo.wire.requests import (
     StepOutput,
     SubmitRequest,
 )
-from tests.support.frontend_client import WAIT_S, Collected, Service, collect, refusal, running_frontend
+from tests.support.frontend_client import WAIT_S, Collected, Service, collect, read, refusal, running_frontend
 from tests.support.scripted_scheduler import FACTS, ScriptedScheduler
 
 Code = grpc.StatusCode
@@ -74,7 +74,7 @@ async def test_streams_survive_the_scheduler(service: Service, scheduler: Script
     scheduler.emit(request, list(b"XY"), choice=1, finish=LENGTH)
     seen = Collected()
     for _ in range(4):
-        seen.add(await call.read())
+        seen.add(await read(call))
     scheduler.vanish()
     with ScriptedScheduler(address) as second:
         again = await second.next(SubmitRequest)
@@ -236,7 +236,7 @@ async def test_status_does_not_wait_for_ever(tiny_model: Path, scheduler: Script
 async def test_reflection_lists_the_services(service: Service) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(service.channel)
     call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=WAIT_S)
-    answer = await call.read()
+    answer = await read(call)
     names = {entry.name for entry in answer.list_services_response.service}
     assert {"octavo.v1.GenerationService", "octavo.v1.AdminService", "grpc.health.v1.Health"} <= names
 
@@ -262,7 +262,7 @@ async def test_draining(service: Service, scheduler: ScriptedScheduler) -> None:
     call = service.stream(text="x")
     request = await scheduler.next(SubmitRequest)
     scheduler.start_request(request)
-    assert (await call.read()).WhichOneof("event") == "started"
+    assert (await read(call)).WhichOneof("event") == "started"
     drained = asyncio.create_task(service.frontend.drain())
     await service.until_health(serving=False)
     found = await refusal(service.ask(text="x"))
@@ -274,8 +274,8 @@ async def test_draining(service: Service, scheduler: ScriptedScheduler) -> None:
     assert not (await status).ready
     assert not drained.done()
     scheduler.emit(request, list(b"all"), finish=LENGTH)
-    assert (await call.read()).delta.text == "all"
-    assert (await call.read()).WhichOneof("event") == "finished"
+    assert (await read(call)).delta.text == "all"
+    assert (await read(call)).WhichOneof("event") == "finished"
     await asyncio.wait_for(drained, WAIT_S)
     await service.frontend.stop()
     await scheduler.session_over()
@@ -290,7 +290,7 @@ async def test_what_outlasts_the_grace_ends_unavailable(
         call = service.stream(text="x")
         request = await scheduler.next(SubmitRequest)
         scheduler.start_request(request)
-        await call.read()
+        await read(call)
         await service.frontend.drain()
         stopped = asyncio.create_task(service.frontend.stop())
         assert (await refusal(call)).code == Code.UNAVAILABLE

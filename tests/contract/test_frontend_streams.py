@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from octavo.v1 import generation_pb2 as pb
 from octavo.wire.columns import unpack_ints
 from octavo.wire.requests import CancelRequest, FinishChoice, FinishReason, SubmitRequest
-from tests.support.frontend_client import EOF, Collected, Service, collect, running_frontend
+from tests.support.frontend_client import EOF, Collected, Service, collect, read, running_frontend
 from tests.support.scripted_scheduler import ScriptedScheduler
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -62,20 +62,20 @@ async def test_a_stream_of_text(service: Service, scheduler: ScriptedScheduler) 
     assert request.deadline_s is not None
     assert 0 < request.deadline_s <= 21
     scheduler.start_request(request, num_cached_tokens=2, queue_s=0.125)
-    first = await call.read()
+    first = await read(call)
     assert dict(await call.initial_metadata())["x-request-id"] == "abc-1"
     assert first.started == pb.Started(request_id="abc-1", model="tiny", prompt_tokens=3, cached_prompt_tokens=2)
     scheduler.emit(request, list(b"you"))
-    assert (await call.read()).delta == pb.Delta(index=0, text="you", first_token=0)
+    assert (await read(call)).delta == pb.Delta(index=0, text="you", first_token=0)
     scheduler.emit(request, [*b"!", EOS], position=3, finish=STOP)
-    assert (await call.read()).delta == pb.Delta(index=0, text="!", first_token=3)
-    finished = (await call.read()).finished
+    assert (await read(call)).delta == pb.Delta(index=0, text="!", first_token=3)
+    finished = (await read(call)).finished
     assert (finished.finish_reason, finished.completion_tokens) == (pb.FINISH_REASON_STOP, 5)
     assert finished.WhichOneof("stop_match") is None
     usage = finished.usage
     assert (usage.prompt_tokens, usage.cached_prompt_tokens, usage.completion_tokens) == (3, 2, 5)
     assert (usage.queue_time.nanos, usage.prefill_time.nanos, usage.decode_time.nanos) == (125e6, 250e6, 500e6)
-    assert await call.read() is EOF
+    assert await read(call) is EOF
     assert await call.code() == grpc.StatusCode.OK
     await service.until_idle()
     assert scheduler.nothing_came()

@@ -14,7 +14,7 @@ from octavo.wire.model_digest import model_digest
 from tests.support.fake_frontend import LoopThread
 from tests.support.fake_model import make_facts
 from tests.support.fake_worker import FakeWorker
-from tests.support.frontend_client import WAIT_S, Collected, Service, collect, running_frontend
+from tests.support.frontend_client import WAIT_S, Collected, Service, collect, read, running_frontend
 from tests.support.tiny_tokenizers import VOCAB_SIZE
 
 FACTS = make_facts(vocab_size=VOCAB_SIZE, max_model_len=256, num_blocks=65, block_size=16, max_num_seqs=8)
@@ -72,7 +72,7 @@ async def test_concurrent_streams_with_cancels(frontend: Service, config: Schedu
             call = ask(frontend, prompt_id, max_tokens, n=draw.choice([1, 1, 2]))
             if cancel_after is not None:
                 for _ in range(cancel_after):
-                    await call.read()
+                    await read(call)
                 call.cancel()
                 return
             found = await collect(call)
@@ -86,7 +86,7 @@ async def test_concurrent_streams_with_cancels(frontend: Service, config: Schedu
 
 async def read_with_help(call: Any, worker: FakeWorker) -> Any:
     """Read an event, while the worker answers as few plans as that takes."""
-    reading = asyncio.ensure_future(call.read())
+    reading = asyncio.ensure_future(read(call))
     while not reading.done():
         worker.release(1)
         await asyncio.wait({reading}, timeout=0.1)

@@ -19,6 +19,16 @@ from octavo.v1 import admin_pb2_grpc, generation_pb2_grpc
 from octavo.v1 import generation_pb2 as pb
 
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+
+
+async def read(call: Any) -> Any:
+    """Return the next event of a call, EOF after the last.
+
+    The call's own `read` forgets events that it has not read when the status arrives.
+    """
+    return await anext(aiter(call), EOF)
+
+
 """What reading a stream returns at its end."""
 
 WAIT_S = 20.0
@@ -110,7 +120,7 @@ class Service:
 async def collect(call: Any, begun: Collected | None = None) -> Collected:
     """Read a stream to its end, perhaps after what was read of it before."""
     collected = begun or Collected()
-    while (event := await call.read()) is not EOF:
+    while (event := await read(call)) is not EOF:
         collected.add(event)
     assert await call.code() == grpc.StatusCode.OK
     return collected
@@ -145,7 +155,7 @@ async def refusal(call: Any) -> Refusal:
     """Return the status of a call that must fail."""
     try:
         if hasattr(call, "read"):
-            while await call.read() is not EOF:
+            while await read(call) is not EOF:
                 pass
         else:
             await call

@@ -73,19 +73,26 @@ class Service:
 
     def wait_for_health(self, wanted: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> Self:
         """Wait for a state of the service's health; fail at once when the first process ends."""
-        watch = health_pb2_grpc.HealthStub(self.channel).Watch(
-            health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=READY_TIMEOUT_S
-        )
-        process = self.process
-        threading.Thread(target=lambda: (process.wait(), watch.cancel()), daemon=True).start()
-        try:
-            for answer in watch:
-                if answer.status == wanted:
-                    watch.cancel()
-                    return self
-        except grpc.RpcError as error:
-            raise AssertionError(f"health did not become {wanted}: {error.code()}; it said:\n{self.output}") from error
-        raise AssertionError(f"the health watch ended; the service said:\n{self.output}")
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        code: grpc.StatusCode | None = None
+        while self.process.poll() is None and (left := deadline - time.monotonic()) > 0:
+            watch = health_pb2_grpc.HealthStub(self.channel).Watch(
+                health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=left
+            )
+            threading.Thread(target=self._cancel_at_end, args=(watch,), daemon=True).start()
+            try:
+                for answer in watch:
+                    if answer.status == wanted:
+                        watch.cancel()
+                        return self
+            except grpc.RpcError as error:
+                # The connection to a frontend that was killed may break only now: the next watch waits for a new one.
+                code = error.code()
+        raise AssertionError(f"health did not become {wanted}: {code}; it said:\n{self.output}")
+
+    def _cancel_at_end(self, watch: "grpc.Future[health_pb2.HealthCheckResponse]") -> None:
+        self.process.wait()
+        watch.cancel()
 
     def status(self) -> admin_pb2.GetStatusResponse:
         return self.admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=10)
