@@ -27,7 +27,7 @@ _SPARSE_SHARE = 8  # noise is drawn id by id when fewer than one id in this many
 def apply_allowed(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
     """In the rows named by the pairs (rows [n], ids [n]) int64, set to -inf every id that no pair names. In place."""
     kept = logits[rows, ids]
-    logits[rows] = float("-inf")
+    logits[torch.unique(rows)] = float("-inf")  # each row once, however many pairs name it
     logits[rows, ids] = kept
 
 

@@ -16,12 +16,12 @@ from octavo.scheduler.queues import WaitingQueue
 from octavo.scheduler.sequence import Sequence, Status
 from octavo.scheduler.tables import BlockTables
 from octavo.wire.codec import MAX_MESSAGE_BYTES
-from octavo.wire.columns import pack_ints
+from octavo.wire.columns import column_length, pack_ints
 from octavo.wire.ids import BlockId, Row, SessionId
 from octavo.wire.plan import FLAG_SAMPLE, NewRow, StepPlan
 
 MAX_NEW_IDS = MAX_MESSAGE_BYTES // 8
-"""Most ids (4 bytes each) that the new rows of one plan bring, unless a single row has more: half a message."""
+"""Most column elements (4 bytes each) that the new rows of one plan bring, unless one row has more: half a message."""
 
 
 class BuiltPlan(NamedTuple):
@@ -150,7 +150,8 @@ class Planner:
         while budget.num_left > 0 and self.batch.has_free_row and (head := self._waiting.head) is not None:
             if head.newest_step > num_completed:  # preempted, and ids of it are still under way
                 break
-            if entered and num_new_ids + head.num_known > MAX_NEW_IDS:
+            new_ids = _num_new_ids(head)
+            if entered and num_new_ids + new_ids > MAX_NEW_IDS:
                 break
             if num_owed is None:
                 num_owed = self._num_owed_blocks(chosen)
@@ -167,7 +168,7 @@ class Planner:
             budget.give(num_tokens)
             chosen[head] = num_tokens
             entered.append(head)
-            num_new_ids += head.num_known
+            num_new_ids += new_ids
         return entered
 
     def _can_admit(self, sequence: Sequence, num_owed: int) -> bool:
@@ -219,6 +220,18 @@ class Planner:
             freed_rows=pack_ints(self.batch.take_freed_rows()),
         )
         return BuiltPlan(plan, PlanRecord(step, rows, pack_ints(sampled)), entered)
+
+
+def _num_new_ids(sequence: Sequence) -> int:
+    """Return the column elements (4 bytes each) that a sequence's new row brings: its ids and its sampling lists."""
+    sampling = sequence.request.sampling
+    columns = (
+        sampling.allowed_token_ids,
+        sampling.stop_token_ids,
+        sampling.logit_bias_ids,
+        sampling.logit_bias_values,
+    )
+    return sequence.num_known + sum(map(column_length, columns))
 
 
 def _new_row(sequence: Sequence) -> NewRow:

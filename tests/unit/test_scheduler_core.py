@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from octavo.scheduler.core import Scheduler
@@ -617,3 +618,13 @@ def test_a_protected_sequence_waits_for_all_its_blocks_and_keeps_them() -> None:
     driver.drain()
     assert driver.tokens(late) == late.expected[0]
     assert driver.core.figures.num_preemptions == 2
+
+
+def test_sampling_lists_count_against_the_size_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with long lists enter over several plans, so that no plan outgrows a message."""
+    monkeypatch.setattr("octavo.scheduler.planner.MAX_NEW_IDS", 50)
+    sampling = RowSampling(seed=0, allowed_token_ids=pack_ints(range(10, 50)))
+    submits = [msgspec.structs.replace(make_submit(handle, [10], 5), sampling=sampling) for handle in range(3)]
+    instructions = started().on_events([RequestSubmitted(FRONTEND, submit) for submit in submits], 0.0)
+    plans = [i.plan for i in instructions if isinstance(i, SendPlan)]
+    assert [len(plan.new_rows) for plan in plans] == [1, 1]
