@@ -21,6 +21,8 @@ from octavo.wire.plan import RowSampling
 GREEDY_BELOW = 1e-5
 """Temperatures below are greedy: dividing by them would overflow."""
 
+MIN_REPETITION_PENALTY = 0.01
+"""Smaller ones only make logits overflow."""
 MAX_TEMPERATURE = 1e6
 """Beyond it every distribution is flat in float32."""
 
@@ -232,6 +234,11 @@ def _row_sampling(
     _integer(f"{path}.top_k", top_k, -1, INT32_MAX)
     bias_ids, bias_values = _logit_bias(sampling, bounds)
     allowed = _ids(f"{path}.allowed_token_ids", sampling.allowed_token_ids, bounds.config.max_allowed_token_ids, bounds)
+    if allowed and min_tokens and ending_ids.issuperset(allowed):
+        raise InvalidArgument(
+            f"all {len(allowed)} allowed ids end the output, which min_tokens = {min_tokens} forbids: nothing could be drawn",
+            field_path=f"{path}.allowed_token_ids",
+        )
     return RowSampling(
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
@@ -241,7 +248,7 @@ def _row_sampling(
         presence_penalty=_number(sampling, "presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=_number(sampling, "frequency_penalty", 0.0, -2.0, 2.0),
         repetition_penalty=_number(
-            sampling, "repetition_penalty", defaults.repetition_penalty, 0.0, 10.0, low_excluded=True
+            sampling, "repetition_penalty", defaults.repetition_penalty, MIN_REPETITION_PENALTY, 10.0
         ),
         min_tokens=min_tokens,
         stop_token_ids=pack_ints(sorted(ending_ids)) if min_tokens else b"",

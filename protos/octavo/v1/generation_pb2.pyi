@@ -308,7 +308,7 @@ class SamplingParams(_message.Message):
     frequency_penalty: _builtins.float
     """Subtracted from a token's logit for each time it was generated, in [-2, 2]. Unset: 0."""
     repetition_penalty: _builtins.float
-    """Divides positive and multiplies negative logits of tokens seen in prompt or output, in (0, 10]. Unset: the model's,
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output, in [0.01, 10]. Unset: the model's,
     else 1 (off).
     """
     seed: _builtins.int
