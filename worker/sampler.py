@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.ops import Ops
+from octavo.kernels.sampling import GREEDY_BELOW
 from octavo.wire.columns import unpack_floats, unpack_ints
 from octavo.wire.plan import RowSampling
 from octavo.worker.errors import PlanError
 
-GREEDY_BELOW = 1e-5
 _NEGATIVE_INFINITY = float("-inf")
 
 

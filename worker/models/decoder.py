@@ -8,7 +8,7 @@ from torch import Tensor
 from octavo.kernels.ops import Ops
 from octavo.worker.models.config import ModelConfig
 from octavo.worker.models.layers import ColumnParallel, Placement, RowParallel, ShardSpec, Target, whole
-from octavo.worker.models.rope import cos_sin_table
+from octavo.worker.models.rope import inverse_frequencies
 
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Tensors that old checkpoints carry and nobody reads: the tables are computed."""
@@ -49,7 +49,9 @@ class Decoder:
         self._head = (
             self._embedding if config.tied_embeddings else placement.empty(config.vocab_size, config.hidden_size)
         )
-        self._cos_sin = cos_sin_table(config.rope, config.head_size, max_positions).to(placement.device)
+        self._cos_sin = ops.rotary_cos_sin(inverse_frequencies(config.rope, config.head_size), max_positions).to(
+            placement.device
+        )
 
     def targets(self) -> dict[str, Target]:
         """Return where each tensor of a checkpoint goes."""

@@ -1,4 +1,4 @@
-"""Tables of the rotary embedding."""
+"""Frequencies of the rotary embedding."""
 
 import math
 
@@ -8,18 +8,7 @@ from torch import Tensor
 from octavo.worker.models.config import RopeConfig
 
 
-def cos_sin_table(config: RopeConfig, head_size: int, max_positions: int) -> Tensor:
-    """Return cosines, then sines, of every position's angles.
-
-    Returns:
-        [max_positions, head_size] float32.
-    """
-    frequencies = _inverse_frequencies(config, head_size)
-    angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
-
-
-def _inverse_frequencies(config: RopeConfig, head_size: int) -> Tensor:
+def inverse_frequencies(config: RopeConfig, head_size: int) -> Tensor:
     """Return [head_size / 2] float32, scaled as `config.kind` says.
 
     linear divides by the factor (arXiv:2306.15595); llama3 divides frequencies of long waves, keeps those of short ones
