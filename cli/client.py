@@ -21,6 +21,15 @@ TopP = Annotated[float | None, typer.Option("--top-p", help="Nucleus mass.")]
 TopK = Annotated[int | None, typer.Option("--top-k", help="Number of most likely tokens kept.")]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of the noise.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer (may be repeated).")]
+Priority = Annotated[
+    int,
+    typer.Option(
+        "--priority", min=-(2**31), max=2**31 - 1, help="Lower runs earlier; needs the scheduling policy priority."
+    ),
+]
+CacheSalt = Annotated[
+    str, typer.Option("--cache-salt", help="Share cached prefixes only with requests of the same salt.")
+]
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 EXIT_INTERRUPTED = 130
 """As a shell reports SIGINT: what was printed is not the whole answer."""
@@ -43,6 +52,8 @@ def generate(
     top_k: TopK = None,
     seed: Seed = None,
     stop: Stop = None,
+    priority: Priority = 0,
+    cache_salt: CacheSalt = "",
 ) -> None:
     """Continue a text and print it as it comes."""
     # The newline that ends a piped text is the shell's, not the author's; most models continue badly after it.
@@ -52,6 +63,8 @@ def generate(
         text=text,
         sampling=_sampling(temperature, top_p, top_k, seed),
         stopping=pb.StoppingParams(max_tokens=max_tokens, stop_strings=stop or []),
+        priority=priority,
+        cache_salt=cache_salt,
     )
     with grpc.insecure_channel(address) as channel:
         answer = _stream(rpc.GenerationServiceStub(channel), request, address)
@@ -71,6 +84,8 @@ def chat(
     top_k: TopK = None,
     seed: Seed = None,
     stop: Stop = None,
+    priority: Priority = 0,
+    cache_salt: CacheSalt = "",
 ) -> None:
     """Talk with a model. /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C cancels an answer."""
     opening = [pb.ChatMessage(role="system", content=system)] if system else []
@@ -88,6 +103,8 @@ def chat(
                 chat=pb.ChatPrompt(messages=messages),
                 sampling=_sampling(temperature, top_p, top_k, seed),
                 stopping=pb.StoppingParams(max_tokens=max_tokens, stop_strings=stop or []),
+                priority=priority,
+                cache_salt=cache_salt,
             )
             answer = _stream(stub, request, address)
             typer.echo()

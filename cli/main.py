@@ -17,6 +17,7 @@ _MODULES = {
     "chat": "client",
     "models": "models",
     "status": "status",
+    "cache": "cache",
     "doctor": "doctor",
 }
 """Which module of octavo.cli has which command: only the one that is called is imported, so that each starts fast."""

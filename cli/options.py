@@ -88,6 +88,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 BackendName = Literal["auto", "cpu", "reference"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormatName = Literal["auto", "dummy"]
+PolicyName = Literal["fcfs", "priority", "fair"]
 LevelName = Literal["debug", "info", "warning", "error"]
 
 Device = Annotated[DeviceName, option("--device", _MODEL, "auto: a CUDA device where there is one, else the CPU.")]
@@ -117,7 +118,44 @@ LongPrefillTokenThreshold = Annotated[
         "--long-prefill-token-threshold", _LIMITS, "Most prompt tokens of one sequence in a step; 0: no cap.", min=0
     ),
 ]
-MaxWaitingRequests = Annotated[int, option("--max-waiting-requests", _LIMITS, "Bound of the queue.", min=1)]
+SchedulingPolicy = Annotated[
+    PolicyName,
+    option(
+        "--scheduling-policy",
+        _LIMITS,
+        "Who runs first: fcfs, first come first served; priority, lower priorities of requests first; fair, callers in turn.",
+    ),
+]
+MaxWaitingRequests = Annotated[
+    int, option("--max-waiting-requests", _LIMITS, "Bound of the queue, in requests.", min=1)
+]
+MaxWaitingTokens = Annotated[
+    int, option("--max-waiting-tokens", _LIMITS, "Bound of the queue, in prompt tokens times choices.", min=1)
+]
+MaxRequestsPerCaller = Annotated[
+    int,
+    option(
+        "--max-requests-per-caller", _LIMITS, "Requests that one caller (address) may have at once; 0: no limit.", min=0
+    ),
+]
+MaxWaitingTokensPerCaller = Annotated[
+    int,
+    option(
+        "--max-waiting-tokens-per-caller",
+        _LIMITS,
+        "Prompt tokens times choices that one caller (address) may have waiting; 0: no limit.",
+        min=0,
+    ),
+]
+MaxPreemptions = Annotated[
+    int,
+    option(
+        "--max-preemptions",
+        _LIMITS,
+        "Times that a sequence may lose its blocks; then it comes back with all that it can need.",
+        min=0,
+    ),
+]
 StepTimeout = Annotated[
     float,
     option(
@@ -132,6 +170,14 @@ TracePlans = Annotated[
     Path | None, option("--trace-plans", _LIMITS, "File that gets one JSON line a plan and a result.", dir_okay=False)
 ]
 BlockSize = Annotated[int, option("--block-size", _MEMORY, "Tokens in a block.", min=1, max=1024)]
+EnablePrefixCaching = Annotated[
+    bool,
+    option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        _MEMORY,
+        "Share and find again blocks with equal prefixes.",
+    ),
+]
 NumGpuBlocksOverride = Annotated[
     int | None,
     option("--num-gpu-blocks-override", _MEMORY, "Blocks of the KV cache, instead of --kv-cache-memory-bytes.", min=2),

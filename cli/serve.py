@@ -45,10 +45,16 @@ def serve(
     max_num_seqs: options.MaxNumSeqs = 64,
     max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
     long_prefill_token_threshold: options.LongPrefillTokenThreshold = 0,
+    scheduling_policy: options.SchedulingPolicy = "fcfs",
     max_waiting_requests: options.MaxWaitingRequests = 1024,
+    max_waiting_tokens: options.MaxWaitingTokens = 4 * 2**20,
+    max_requests_per_caller: options.MaxRequestsPerCaller = 0,
+    max_waiting_tokens_per_caller: options.MaxWaitingTokensPerCaller = 0,
+    max_preemptions: options.MaxPreemptions = 3,
     step_timeout: options.StepTimeout = 300.0,
     recovery_timeout: options.RecoveryTimeout = 120.0,
     trace_plans: options.TracePlans = None,
+    enable_prefix_caching: options.EnablePrefixCaching = True,
     block_size: options.BlockSize = 16,
     num_gpu_blocks_override: options.NumGpuBlocksOverride = None,
     kv_cache_memory_bytes: options.KvCacheMemoryBytes = 2**30,
@@ -72,7 +78,13 @@ def serve(
             {
                 "max-model-len": max_model_len,
                 "long-prefill-token-threshold": long_prefill_token_threshold,
+                "scheduling-policy": scheduling_policy,
                 "max-waiting-requests": max_waiting_requests,
+                "max-waiting-tokens": max_waiting_tokens,
+                "max-requests-per-caller": max_requests_per_caller,
+                "max-waiting-tokens-per-caller": max_waiting_tokens_per_caller,
+                "max-preemptions": max_preemptions,
+                "enable-prefix-caching": enable_prefix_caching,
                 "step-timeout": step_timeout,
                 "recovery-timeout": recovery_timeout,
                 "trace-plans": trace_plans,
@@ -118,6 +130,9 @@ def serve(
 def _child(role: str, model: Model, common: dict[str, str], settings: dict[str, object]) -> ChildSpec:
     arguments = [str(model.folder)]
     for name, value in {**settings, **common}.items():
+        if isinstance(value, bool):
+            arguments.append(f"--{name}" if value else f"--no-{name}")
+            continue
         for one in value if isinstance(value, list) else [] if value is None else [value]:
             arguments += [f"--{name}", str(one)]
     return ChildSpec(role, tuple(arguments))

@@ -51,8 +51,21 @@ def _show(answer: admin_pb2.GetStatusResponse) -> None:
         console.print(
             f"requests: {held.running_requests} running, {held.waiting_requests} waiting; "
             f"blocks: {held.free_blocks} of {held.total_blocks} free (size {held.block_size}); "
-            f"steps: {held.steps}; preemptions: {held.preemptions}"
+            f"steps: {held.steps}; preemptions: {held.preemptions}, {held.recomputed_tokens} tokens recomputed"
         )
+        console.print(f"prefix cache: {held.cached_blocks} blocks, {_hit_rate(held)}")
+        if held.failed_checks:
+            console.print(
+                f"[bold]the scheduler's state contradicted itself {held.failed_checks} times[/bold]: see its log"
+            )
+
+
+def _hit_rate(held: admin_pb2.SchedulerStatus) -> str:
+    """Say what part of the prompts was found in the prefix cache."""
+    if not held.prompt_tokens:
+        return "no prompt yet"
+    percent = 100 * held.cached_prompt_tokens / held.prompt_tokens
+    return f"{percent:.1f} % of {held.prompt_tokens} prompt tokens found"
 
 
 def register(app: typer.Typer) -> None:

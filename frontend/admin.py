@@ -1,4 +1,4 @@
-"""AdminService: what the service is made of and what it holds."""
+"""AdminService: what the service is made of, what it holds, and what it is to forget."""
 
 import os
 from collections.abc import Callable
@@ -6,6 +6,8 @@ from collections.abc import Callable
 import grpc
 
 from octavo.frontend.config import FrontendConfig
+from octavo.frontend.errors import InvalidArgument, ServiceError, Unavailable, abort
+from octavo.frontend.metadata import read_request_id
 from octavo.frontend.rpc import parse
 from octavo.frontend.scheduler_client import SchedulerClient
 from octavo.v1 import admin_pb2
@@ -13,7 +15,7 @@ from octavo.wire.requests import StatusReport
 
 ADMIN_SERVICE = "octavo.v1.AdminService"
 
-Context = grpc.aio.ServicerContext[admin_pb2.GetStatusRequest, admin_pb2.GetStatusResponse]
+Context = grpc.aio.ServicerContext[object, object]
 
 
 class AdminServicer:
@@ -31,11 +33,17 @@ class AdminServicer:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Offer the service. What a GetStatusRequest holds, even bytes that are none, changes nothing."""
-        method = grpc.unary_unary_rpc_method_handler(
-            self.get_status, parse(admin_pb2.GetStatusRequest), admin_pb2.GetStatusResponse.SerializeToString
-        )
-        handler = grpc.method_handlers_generic_handler(ADMIN_SERVICE, {"GetStatus": method})
-        server.add_generic_rpc_handlers((handler,))
+        handlers = {
+            "GetStatus": grpc.unary_unary_rpc_method_handler(
+                self.get_status, parse(admin_pb2.GetStatusRequest), admin_pb2.GetStatusResponse.SerializeToString
+            ),
+            "ResetPrefixCache": grpc.unary_unary_rpc_method_handler(
+                self.reset_prefix_cache,
+                parse(admin_pb2.ResetPrefixCacheRequest),
+                admin_pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers),))
 
     def attach(self, client: SchedulerClient) -> None:
         """Begin to ask the scheduler."""
@@ -60,6 +68,27 @@ class AdminServicer:
         if report is not None:
             _add_report(response, report)
         return response
+
+    async def reset_prefix_cache(
+        self, request: admin_pb2.ResetPrefixCacheRequest | None, context: Context
+    ) -> admin_pb2.ResetPrefixCacheResponse:
+        """Make the scheduler forget all cached prefixes; UNAVAILABLE if it does not say that it has."""
+        error: ServiceError
+        if request is None:
+            name = admin_pb2.ResetPrefixCacheRequest.DESCRIPTOR.full_name
+            error = InvalidArgument(f"the bytes are no {name}", field_path="")
+        elif self._client is None:
+            error = Unavailable("the model is being loaded")
+        else:
+            num_dropped = await self._client.reset_prefix_cache()
+            if num_dropped is not None:
+                return admin_pb2.ResetPrefixCacheResponse(dropped_blocks=num_dropped)
+            reason = "" if self._client.epoch else self._client.reason
+            wait = f"{self._config.status_timeout_s:g} s"
+            error = Unavailable(
+                reason or f"the scheduler did not confirm it within {wait}, or is asked too much at once"
+            )
+        await abort(context, error, read_request_id(context.invocation_metadata()))
 
     def _own_status(self, client: SchedulerClient | None) -> admin_pb2.ProcessStatus:
         if self._is_draining():
@@ -90,3 +119,8 @@ def _add_report(response: admin_pb2.GetStatusResponse, report: StatusReport) -> 
     scheduler.block_size = report.block_size
     scheduler.steps = report.steps
     scheduler.preemptions = report.preemptions
+    scheduler.cached_blocks = report.cached_blocks
+    scheduler.prompt_tokens = report.prompt_tokens
+    scheduler.cached_prompt_tokens = report.cached_prompt_tokens
+    scheduler.recomputed_tokens = report.recomputed_tokens
+    scheduler.failed_checks = report.failed_checks

@@ -83,6 +83,14 @@ class ChoiceOutput:
         self._logprobs: list[ChoiceLogprobs] = []
         self._num_logprobs = 0
 
+    @property
+    def num_unsent(self) -> int:
+        """Number of tokens that the client is to get and that have not been taken.
+
+        Tokens that wait only because there is nothing to send of them are not among them: no client can read those.
+        """
+        return len(self._pieces) if self._wants_tokens or any(self._pieces) else 0
+
     def push(self, position: int, token_id: int) -> bool:
         """Take an id; say whether a stop string ended the choice by it. Ids at earlier positions are repetitions.
 

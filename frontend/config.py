@@ -28,7 +28,7 @@ class FrontendConfig:
         recovery_timeout_s: how long requests wait for a scheduler that is gone, before they end UNAVAILABLE and new
             ones are refused.
         unready_after_s: how long a pause may last until health says NOT_SERVING.
-        status_timeout_s: how long GetStatus waits for the scheduler.
+        status_timeout_s: how long GetStatus and ResetPrefixCache wait for the scheduler.
         num_tokenizer_threads: threads that tokenise and render.
 
     Raises:

@@ -2,8 +2,10 @@
 
 from array import array
 
-from octavo.frontend.validation import GenerationCall
+from octavo.frontend.validation import PRIORITY_POLICY, GenerationCall
 from octavo.wire.columns import pack_ints
+from octavo.wire.handshake import ServiceFacts
+from octavo.wire.prefix import prompt_keys, root_key
 from octavo.wire.requests import SubmitRequest
 
 
@@ -15,14 +17,19 @@ class Journal:
 
     Args:
         call: prompt, parameters and seed.
+        model_digest: identity of the model; with the call's salt it says what of the prefix cache can be found.
         caller: whom the request counts against.
         trace: traceparent, for logs.
     """
 
-    def __init__(self, call: GenerationCall, caller: str = "", trace: str = "") -> None:
+    def __init__(self, call: GenerationCall, model_digest: str, caller: str = "", trace: str = "") -> None:
         self.call = call
         self.outputs = [array("i") for _ in range(call.params.num_choices)]
         self.finished: set[int] = set()
+        # No tenant before there is authentication: whoever has the same salt, or none, shares.
+        self._prefix_root = root_key(model_digest, cache_salt=call.params.cache_salt)
+        self._prefix_keys = b""
+        self._keyed_block_size = 0  # of _prefix_keys; 0: there are none yet
         self._caller = caller
         self._trace = trace
 
@@ -31,13 +38,27 @@ class Journal:
         """Number of ids received, of all choices."""
         return sum(len(ids) for ids in self.outputs)
 
-    def to_request(self, handle: int, deadline_s: float | None) -> SubmitRequest:
+    def hash_prompt(self, facts: ServiceFacts) -> None:
+        """Compute the prompt's keys for the prefix cache, if they are wanted and not there yet.
+
+        It takes about a microsecond a block: a long prompt is hashed where it is tokenised, off the event loop.
+        """
+        if facts.prefix_caching and self._keyed_block_size != facts.block_size:
+            self._prefix_keys = prompt_keys(self._prefix_root, self.call.prompt_ids, facts.block_size)
+            self._keyed_block_size = facts.block_size
+
+    def to_request(self, handle: int, deadline_s: float | None, facts: ServiceFacts) -> SubmitRequest:
         """Return the message that begins the request, or goes on with it.
+
+        A request that has been taken up under another policy goes on under this one: its priority is left out where it
+        would be refused.
 
         Args:
             handle: the request's number in this frontend.
             deadline_s: seconds that are left.
+            facts: of the session in which it is sent.
         """
+        self.hash_prompt(facts)
         call = self.call
         is_replay = any(self.outputs) or bool(self.finished)
         return SubmitRequest(
@@ -52,4 +73,7 @@ class Journal:
             deadline_s=deadline_s,
             caller=self._caller,
             trace=self._trace,
+            priority=call.params.priority if facts.scheduling_policy == PRIORITY_POLICY else 0,
+            prefix_root=self._prefix_root if facts.prefix_caching else b"",
+            prefix_keys=self._prefix_keys if facts.prefix_caching else b"",
         )

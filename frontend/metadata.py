@@ -1,10 +1,12 @@
-"""What a call's metadata says: request id and trace. Whatever is in it, a call never fails because of it."""
+"""What a call says besides its message: request id, trace, where it comes from. A call never fails because of it."""
 
 import re
 import secrets
 from collections.abc import Iterable
+from urllib.parse import unquote
 
 MAX_REQUEST_ID_CHARS = 128
+MAX_CALLER_BYTES = 128
 
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -18,6 +20,22 @@ def read_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 def read_trace(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     """Return the caller's traceparent (W3C Trace Context) if it is one, else ''."""
     return _read(metadata, "traceparent", _TRACEPARENT)
+
+
+def read_caller(peer: str) -> str:
+    """Return whom a call counts against in limits and fairness, from gRPC's name of the client.
+
+    There is no authentication yet, so it is the client's address without its port, as `ipv4:127.0.0.1` or `ipv6:[::1]`:
+    the clients of one machine, or behind one proxy, count as one caller. Clients of Unix sockets are `unix`. It is no
+    identity: what a client may find in the prefix cache never depends on it.
+    """
+    kind, _, address = peer.partition(":")
+    if kind.startswith("unix"):
+        return "unix"
+    if kind in ("ipv4", "ipv6"):
+        # gRPC escapes the brackets: ipv6:%5B::1%5D:50051.
+        peer = f"{kind}:{unquote(address.rpartition(':')[0])}"
+    return peer.encode("utf-8", "replace")[:MAX_CALLER_BYTES].decode("utf-8", "ignore")
 
 
 def _read(metadata: Iterable[tuple[str, str | bytes]] | None, key: str, pattern: re.Pattern[str]) -> str:

@@ -9,6 +9,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
+from typing import TypeAlias
 
 import zmq
 
@@ -21,7 +22,16 @@ from octavo.wire.errors import WireError
 from octavo.wire.handshake import PROTOCOL_VERSION, FrontendHello, FrontendWelcome, ServiceFacts, WorkerState
 from octavo.wire.ids import BootId
 from octavo.wire.peer import Peer, PeerEvent, PeerRefused, SessionBegan, SessionEnded, Waiting
-from octavo.wire.requests import CancelRequest, FinishChoice, StatusReport, StatusRequest, StepOutput, SubmitRequest
+from octavo.wire.requests import (
+    CancelRequest,
+    FinishChoice,
+    PrefixCacheReset,
+    ResetPrefixCache,
+    StatusReport,
+    StatusRequest,
+    StepOutput,
+    SubmitRequest,
+)
 
 SEEK_INTERVAL_S = 0.1
 """How often a frontend without a session looks whether the scheduler is there."""
@@ -29,8 +39,10 @@ SEEK_INTERVAL_S = 0.1
 MAX_OUTBOX_MESSAGES = 65536
 """Messages that wait for the socket; more means that the scheduler does not keep up, and ends the session."""
 
-MAX_STATUS_REQUESTS = 64
-"""Status reports awaited at one time."""
+MAX_QUESTIONS = 64
+"""Answers (status reports, resets of the prefix cache) awaited at one time."""
+
+Answer: TypeAlias = StatusReport | PrefixCacheReset
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +96,7 @@ class SchedulerClient:
         self._timer: asyncio.TimerHandle | None = None
         self._paused_since: float | None = None  # steps cannot be made since; None while they can
         self._lost_since: float | None = None  # there is no session since
-        self._status_requests: dict[int, asyncio.Future[StatusReport]] = {}
+        self._questions: dict[int, asyncio.Future[Answer | None]] = {}  # by tag
         self._next_tag = 0
         self._closed = False
 
@@ -120,8 +132,8 @@ class SchedulerClient:
     def add(self, stream: Stream) -> None:
         """Hold a stream and begin it; without a session it begins with the next one."""
         self.streams.add(stream)
-        if self.epoch:
-            stream.begin()
+        if self.epoch and self.facts is not None:
+            stream.begin(self.facts)
 
     def release(self, stream: Stream) -> None:
         """Let go of a stream; if it has not ended, the scheduler is told."""
@@ -143,19 +155,31 @@ class SchedulerClient:
 
     async def status(self) -> StatusReport | None:
         """Ask the scheduler what it holds; None if it does not answer in time or cannot be asked."""
-        if not self.epoch or len(self._status_requests) >= MAX_STATUS_REQUESTS:
+        answer = await self._ask(StatusRequest)
+        return answer if isinstance(answer, StatusReport) else None
+
+    async def reset_prefix_cache(self) -> int | None:
+        """Make the scheduler forget all cached prefixes; return how many blocks could be found until then.
+
+        None: it did not answer in time or cannot be asked; the cache may or may not have been reset.
+        """
+        answer = await self._ask(ResetPrefixCache)
+        return answer.num_blocks if isinstance(answer, PrefixCacheReset) else None
+
+    async def _ask(self, kind: type[StatusRequest] | type[ResetPrefixCache]) -> Answer | None:
+        if not self.epoch or len(self._questions) >= MAX_QUESTIONS:
             return None
         tag = self._next_tag
         self._next_tag = (tag + 1) % 2**31
-        answer: asyncio.Future[StatusReport] = self._loop.create_future()
-        self._status_requests[tag] = answer
-        self._send(StatusRequest(tag))
+        answer: asyncio.Future[Answer | None] = self._loop.create_future()
+        self._questions[tag] = answer
+        self._send(kind(tag))
         try:
             return await asyncio.wait_for(answer, self._config.status_timeout_s)
         except TimeoutError:
             return None
         finally:
-            self._status_requests.pop(tag, None)
+            self._questions.pop(tag, None)
 
     def _paused_at_most(self, limit_s: float) -> bool:
         if self.facts is None:
@@ -215,8 +239,8 @@ class SchedulerClient:
             self._on_session_ended(event.reason)
         elif isinstance(event, WorkerState):
             self._set_paused(None if event.ready else event.reason or "no worker is ready")
-        elif isinstance(event, StatusReport):
-            answer = self._status_requests.get(event.tag_id)
+        elif isinstance(event, StatusReport | PrefixCacheReset):
+            answer = self._questions.get(event.tag_id)
             if answer is not None and not answer.done():
                 answer.set_result(event)
         elif isinstance(event, Waiting) and self.facts is None:
@@ -241,12 +265,15 @@ class SchedulerClient:
         self._outbox.clear()
         for stream in self.streams:
             if not stream.ended:
-                stream.begin()
+                stream.begin(event.welcome.facts)
         self._set_paused(None)
 
     def _on_session_ended(self, reason: str) -> None:
         _log.warning("session with the scheduler is over: %s; %d requests wait for the next", reason, len(self.streams))
         self._outbox.clear()
+        for answer in self._questions.values():
+            if not answer.done():
+                answer.set_result(None)  # nobody is left to answer
         self._lost_since = self._loop.time()
         self._set_paused(f"the scheduler is gone: {reason}")
 

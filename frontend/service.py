@@ -23,7 +23,7 @@ from octavo.frontend.errors import (
 )
 from octavo.frontend.health import GENERATION_SERVICE
 from octavo.frontend.journal import Journal
-from octavo.frontend.metadata import read_request_id, read_trace
+from octavo.frontend.metadata import read_caller, read_request_id, read_trace
 from octavo.frontend.model import ModelFiles
 from octavo.frontend.prompts import check_chat, encode_chat
 from octavo.frontend.responses import delta_event, finished_event, started_event, whole_response
@@ -184,12 +184,11 @@ class GenerationServicer:
         left = context.time_remaining()
         deadline = None if left is None else loop.time() + left
         model, client = self._admit(request)
-        call = await self._resolve(request, model, client)
+        journal = await self._open_journal(request, context, model, client)
         if deadline is not None and loop.time() >= deadline:
             raise DeadlineExceeded("the deadline had passed before the request could begin")
-        params = call.params
+        params = journal.call.params
         make = (lambda: model.tokenizer.detokenizer(params.skip_special_tokens)) if params.detokenize else None
-        journal = Journal(call, trace=read_trace(context.invocation_metadata()))
         stream = Stream(client.streams.new_handle(), journal, make, max_unsent_tokens, deadline, client)
         timer = None
         try:
@@ -217,13 +216,30 @@ class GenerationServicer:
             raise TooManyStreams(f"{self._config.max_streams} requests are running here, the limit")
         return model, client
 
-    async def _resolve(self, request: pb.GenerationInput, model: ModelFiles, client: SchedulerClient) -> GenerationCall:
+    async def _open_journal(
+        self, request: pb.GenerationInput, context: Context, model: ModelFiles, client: SchedulerClient
+    ) -> Journal:
+        """Check a request whole; what it takes long to do with its prompt is done in a thread."""
         if client.facts is None:
             raise Unavailable("no worker is ready")
         facts = client.facts
-        bounds = Bounds(self._config, facts.vocab_size, facts.max_model_len, model.defaults, model.eos_ids)
+        bounds = Bounds(
+            self._config,
+            facts.vocab_size,
+            facts.max_model_len,
+            model.defaults,
+            model.eos_ids,
+            facts.scheduling_policy,
+        )
         check_prompt_form(request, bounds, model.tokenizer.max_prompt_bytes(bounds.max_model_len))
-        work = _prompt_work(request, check_params(request, bounds), bounds, model)
+        resolve = _prompt_work(request, check_params(request, bounds), bounds, model)
+        caller, trace = read_caller(context.peer()), read_trace(context.invocation_metadata())
+
+        def work() -> Journal:
+            journal = Journal(resolve(), model.digest, caller, trace)
+            journal.hash_prompt(facts)
+            return journal
+
         if request.ByteSize() <= MAX_INLINE_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)

@@ -18,6 +18,7 @@ from octavo.frontend.errors import (
 )
 from octavo.frontend.journal import Journal
 from octavo.wire.columns import unpack_ints
+from octavo.wire.handshake import ServiceFacts
 from octavo.wire.ids import MAX_HANDLE
 from octavo.wire.requests import (
     ChoiceFinished,
@@ -140,12 +141,12 @@ class Stream:
             if end is not None:
                 yield index, end
 
-    def begin(self) -> None:
-        """Tell the scheduler of the request, or of what is left of it."""
+    def begin(self, facts: ServiceFacts) -> None:
+        """Tell the scheduler of the request, or of what is left of it, in a session with these facts."""
         left = None if self.deadline is None else max(0.0, self.deadline - self._loop.time())
         self._finish_full_choices()
         if not self.ended:
-            self._link.submit(self.journal.to_request(self.handle, left))
+            self._link.submit(self.journal.to_request(self.handle, left, facts))
 
     def on_started(self, event: RequestStarted) -> None:
         """The first plan names the request; said again after a replay, when only the first counts."""
@@ -240,7 +241,7 @@ class Stream:
                 self._on_end(index)
 
     def _check_unsent(self, limit: int) -> None:
-        num_unsent = self.journal.num_completion_tokens - sum(c.num_taken for c in self.choices)
+        num_unsent = sum(choice.num_unsent for choice in self.choices)
         # Counted anew only when the limit could have been passed since.
         self._num_received = num_unsent
         if num_unsent > limit:

@@ -28,6 +28,11 @@ MAX_TEMPERATURE = 1e6
 
 INT32_MAX = 2**31 - 1
 
+MAX_CACHE_SALT_BYTES = 256
+
+PRIORITY_POLICY = "priority"
+"""The scheduling policy that takes priorities."""
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -39,6 +44,7 @@ class Bounds:
         max_model_len: most tokens of prompt and output together.
         defaults: what unset sampling parameters mean.
         eos_ids: ids that end a sequence unless ignored.
+        scheduling_policy: of the scheduler; only `priority` takes priorities.
     """
 
     config: FrontendConfig
@@ -46,6 +52,7 @@ class Bounds:
     max_model_len: int
     defaults: SamplingDefaults
     eos_ids: tuple[int, ...]
+    scheduling_policy: str = "fcfs"
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,8 @@ class GenerationParams:
         stop_strings, include_stop_string: as asked.
         logprobs: number of log-probabilities beside the drawn one; None if not asked for.
         token_ids, skip_special_tokens, detokenize: as asked.
+        priority: lower runs earlier.
+        cache_salt: what keeps the request's part of the prefix cache apart.
     """
 
     num_choices: int
@@ -76,6 +85,8 @@ class GenerationParams:
     token_ids: bool
     skip_special_tokens: bool
     detokenize: bool
+    priority: int
+    cache_salt: str
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,8 @@ def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParam
     stop_strings = _stop_strings(stopping, config, detokenize)
     stop_ids = _ids("input.stopping.stop_token_ids", stopping.stop_token_ids, config.max_stop_token_ids, bounds)
     min_tokens, max_tokens = _token_limits(stopping, bounds)
+    _check_priority(request.priority, bounds)
+    _check_cache_salt(request.cache_salt)
     ending_ids = frozenset(stop_ids if stopping.ignore_eos else (*stop_ids, *bounds.eos_ids))
     return GenerationParams(
         num_choices=num_choices,
@@ -122,6 +135,8 @@ def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParam
         token_ids=output.token_ids,
         skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
         detokenize=detokenize,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
     )
 
 
@@ -300,6 +315,20 @@ def _token_limits(stopping: pb.StoppingParams, bounds: Bounds) -> tuple[int, int
         name = "max_model_len" if max_tokens is None or max_tokens > limit else "max_tokens"
         raise InvalidArgument(f"{min_tokens}, limit {limit} ({name})", field_path="input.stopping.min_tokens")
     return min_tokens, max_tokens
+
+
+def _check_priority(priority: int, bounds: Bounds) -> None:
+    if priority and bounds.scheduling_policy != PRIORITY_POLICY:
+        message = (
+            f"{priority} needs the scheduling policy {PRIORITY_POLICY!r}, this service has "
+            f"{bounds.scheduling_policy!r}: only 0 is taken"
+        )
+        raise InvalidArgument(message, field_path="input.priority")
+
+
+def _check_cache_salt(salt: str) -> None:
+    if (num_bytes := len(salt.encode())) > MAX_CACHE_SALT_BYTES:
+        raise InvalidArgument(f"{num_bytes} bytes, limit {MAX_CACHE_SALT_BYTES}", field_path="input.cache_salt")
 
 
 def _ids(path: str, ids: Sequence[int], limit: int, bounds: Bounds) -> list[int]:

@@ -1,8 +1,10 @@
 """What a request must satisfy to be taken in. What passes here never fails in the core for its own sake."""
 
 from octavo.scheduler.config import Limits, SchedulerConfig
+from octavo.scheduler.policy import POLICIES
 from octavo.scheduler.state import RequestTable
 from octavo.wire.columns import column_length, unpack_ints
+from octavo.wire.prefix import KEY_BYTES
 from octavo.wire.requests import FailureCode, RequestFailed, SubmitRequest
 
 RETRY_AFTER_S = 1.0
@@ -13,7 +15,13 @@ def refusal(
     message: SubmitRequest, limits: Limits, config: SchedulerConfig, requests: RequestTable
 ) -> RequestFailed | None:
     """Return why a request is refused, None if it is taken."""
-    if (reason := _length_error(message, limits) or _id_error(message, limits.vocab_size)) is not None:
+    reason = (
+        _length_error(message, limits)
+        or _id_error(message, limits.vocab_size)
+        or _policy_error(message, limits)
+        or _key_error(message, limits)
+    )
+    if reason is not None:
         return RequestFailed(message.handle, FailureCode.INVALID, reason)
     if (reason := _queue_error(message, limits, config, requests)) is not None:
         return RequestFailed(message.handle, FailureCode.QUEUE_FULL, reason, RETRY_AFTER_S)
@@ -64,6 +72,25 @@ def _range_error(name: str, column: bytes, end: int) -> str | None:
     return f"{name}: id {wrong} at index {index} is outside [0, {end})"
 
 
+def _policy_error(message: SubmitRequest, limits: Limits) -> str | None:
+    if message.priority and not POLICIES[limits.scheduling_policy].uses_priorities:
+        return (
+            f"priority {message.priority}: only 0 is possible under the scheduling policy {limits.scheduling_policy}, "
+            "priorities need the policy priority"
+        )
+    return None
+
+
+def _key_error(message: SubmitRequest, limits: Limits) -> str | None:
+    if not message.prefix_root:
+        return None
+    expected = column_length(message.prompt_ids) // limits.block_size
+    if len(message.prefix_keys) != expected * KEY_BYTES:
+        found = len(message.prefix_keys) // KEY_BYTES
+        return f"prefix keys of {found} blocks, the prompt fills {expected} of {limits.block_size} tokens"
+    return None
+
+
 def _queue_error(message: SubmitRequest, limits: Limits, config: SchedulerConfig, requests: RequestTable) -> str | None:
     if message.output_ids:
         # It was admitted before. What an earlier scheduler held at most is the bound, not what this one lets wait.
@@ -77,4 +104,14 @@ def _queue_error(message: SubmitRequest, limits: Limits, config: SchedulerConfig
     waiting = requests.num_unstarted_tokens
     if waiting and waiting + num_tokens > config.max_waiting_tokens:
         return f"{waiting} tokens wait, {num_tokens} more would exceed the limit of {config.max_waiting_tokens}"
+    return _caller_error(message.caller, num_tokens, config, requests)
+
+
+def _caller_error(caller: str, num_tokens: int, config: SchedulerConfig, requests: RequestTable) -> str | None:
+    limit = config.max_requests_per_caller
+    if limit and requests.num_of_caller(caller) >= limit:
+        return f"this caller has {requests.num_of_caller(caller)} requests, the limit is {limit}"
+    limit, waiting = config.max_waiting_tokens_per_caller, requests.waiting_tokens_of_caller(caller)
+    if limit and waiting and waiting + num_tokens > limit:
+        return f"{waiting} tokens of this caller wait, {num_tokens} more would exceed the limit of {limit}"
     return None

@@ -36,14 +36,14 @@ class Batch:
         sequence.take_row(self._free.pop())
         self._running[sequence.number] = sequence
 
-    def leave(self, sequence: Sequence, status: Status) -> None:
-        """Take a sequence's row."""
+    def leave(self, sequence: Sequence, status: Status, newest_step: int) -> None:
+        """Take a sequence's row; no plan after `newest_step` names it."""
         if (row := sequence.row) is None:
             raise InvariantViolation(f"{sequence.request.name}/{sequence.choice} leaves the batch, but has no row")
         del self._running[sequence.number]
         self._free.append(row)
         self._to_free.append(row)
-        sequence.leave_row(status)
+        sequence.leave_row(status, newest_step)
 
     def take_freed_rows(self) -> list[Row]:
         """Take the rows that the next plan must free at the worker."""

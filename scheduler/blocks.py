@@ -9,9 +9,10 @@ _NOT_FREE = -1
 
 
 class BlockPool:
-    """Reference counts and an intrusive free list, least recently freed first; every operation is O(1).
+    """Reference counts and an intrusive free list; every operation is O(1).
 
-    The law: a block is free exactly when its count is 0; the null block is neither free nor ever handed out.
+    The law: a block is free exactly when its count is 0; the null block is neither free nor ever handed out. Free
+    blocks that nobody can find again stand in front; behind them those of the prefix cache, least recently freed first.
 
     Args:
         num_blocks: of the KV cache, the null block included; at least 2.
@@ -22,11 +23,11 @@ class BlockPool:
         self.num_free = num_blocks - 1
         self._counts = [0] * num_blocks
         # A ring through the free blocks; the null block stands for both ends.
-        self._next = [*range(1, num_blocks), NULL_BLOCK]
+        self._next = [*range(1, num_blocks), int(NULL_BLOCK)]
         self._previous = [num_blocks - 1, *range(num_blocks - 1)]
 
     def take(self) -> BlockId:
-        """Take the block that has been free the longest, with a count of 1.
+        """Take the first free block, with a count of 1.
 
         Raises:
             OutOfBlocks: none is free.
@@ -34,26 +35,28 @@ class BlockPool:
         block = self._next[NULL_BLOCK]
         if block == NULL_BLOCK:
             raise OutOfBlocks(f"all {self.num_blocks - 1} blocks are in use")
-        after = self._next[block]
-        self._next[NULL_BLOCK] = after
-        self._previous[after] = NULL_BLOCK
-        self._next[block] = self._previous[block] = _NOT_FREE
+        self._unlink(block)
         self._counts[block] = 1
-        self.num_free -= 1
         return BlockId(block)
 
     def share(self, block: BlockId) -> None:
-        """Count one more table that names a block in use.
+        """Count one more table that names a block: one in use, or a free one that was found again.
 
         Raises:
-            InvariantViolation: the block is free, or the null block.
+            InvariantViolation: it is the null block.
         """
+        if block == NULL_BLOCK:
+            raise InvariantViolation("the null block is shared")
         if self._counts[block] == 0:
-            raise InvariantViolation(f"block {block} is shared, but not in use")
+            self._unlink(block)
         self._counts[block] += 1
 
-    def free(self, block: BlockId) -> None:
-        """Count one table less; the last one gives the block back, to be taken after all that are free now.
+    def free(self, block: BlockId, *, can_be_found: bool = False) -> None:
+        """Count one table less; the last one gives the block back.
+
+        Args:
+            block: what to give back.
+            can_be_found: it is in the prefix cache, and is taken after all that are free now; else it is taken next.
 
         Raises:
             InvariantViolation: the block is free already, or the null block.
@@ -63,12 +66,16 @@ class BlockPool:
         self._counts[block] -= 1
         if self._counts[block] > 0:
             return
-        last = self._previous[NULL_BLOCK]
-        self._next[last] = block
-        self._previous[block] = last
-        self._next[block] = NULL_BLOCK
-        self._previous[NULL_BLOCK] = block
-        self.num_free += 1
+        if can_be_found:
+            self._link(block, self._previous[NULL_BLOCK])
+        else:
+            self._link(block, NULL_BLOCK)
+
+    def forget(self, block: BlockId) -> None:
+        """Take note that a block cannot be found any more: a free one is taken next."""
+        if block != NULL_BLOCK and self._counts[block] == 0:
+            self._unlink(block)
+            self._link(block, NULL_BLOCK)
 
     def count(self, block: BlockId) -> int:
         """Return how many tables name a block."""
@@ -92,14 +99,26 @@ class BlockPool:
         free = self.free_blocks()
         if len(free) != self.num_free or len(set(free)) != len(free):
             raise InvariantViolation(f"free list holds {len(free)} blocks, expected {self.num_free} distinct ones")
-        for number in range(self.num_blocks):
-            block = BlockId(number)
-            if self._counts[block] != references.get(block, 0):
-                raise InvariantViolation(
-                    f"block {block} has count {self._counts[block]}, {references.get(block, 0)} references"
-                )
-        in_use = sum(1 for count in self._counts if count)
+        if self._counts != [references.get(BlockId(block), 0) for block in range(self.num_blocks)]:
+            for number, count in enumerate(self._counts):
+                if count != (expected := references.get(BlockId(number), 0)):
+                    raise InvariantViolation(f"block {number} has count {count}, {expected} references")
+        in_use = self.num_blocks - self._counts.count(0)
         if any(self._counts[block] for block in free) or self.num_free + in_use != self.num_blocks - 1:
             raise InvariantViolation(f"{self.num_free} free and {in_use} used blocks of {self.num_blocks - 1}")
-        if self._counts[NULL_BLOCK] or NULL_BLOCK in references:
+        if self._counts[NULL_BLOCK]:
             raise InvariantViolation("the null block is in use")
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._previous[block], self._next[block]
+        self._next[before] = after
+        self._previous[after] = before
+        self._next[block] = self._previous[block] = _NOT_FREE
+        self.num_free -= 1
+
+    def _link(self, block: int, before: int) -> None:
+        after = self._next[before]
+        self._next[before] = self._previous[after] = block
+        self._previous[block] = before
+        self._next[block] = after
+        self.num_free += 1

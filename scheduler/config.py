@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo.scheduler.policy import POLICIES
 from octavo.wire.handshake import ServiceFacts, WorkerFacts
 
 
@@ -38,6 +39,14 @@ class SchedulerConfig:
     """Prompt tokens, times choices, of the requests that wait; a single request may exceed it when none waits."""
     max_preemptions: int = 3
     """After so many, a sequence comes back only with all blocks it can ever need, and is not preempted again; 0: always."""
+    enable_prefix_caching: bool = True
+    """Whether blocks with equal tokens are shared and found again."""
+    scheduling_policy: str = "fcfs"
+    """Who runs first: one of `octavo.scheduler.policy.POLICIES`."""
+    max_requests_per_caller: int = 0
+    """Requests that one caller may have at once, running or waiting; 0: no limit."""
+    max_waiting_tokens_per_caller: int = 0
+    """Prompt tokens, times choices, of one caller's requests that wait; 0: no limit but the queue's."""
     max_frontends: int = 64
     step_timeout_s: float = 300.0
     """Without a finished step for so long while plans are outstanding, the worker counts as lost."""
@@ -51,6 +60,8 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and not value >= lowest:
                 raise ConfigConflict(f"{name} is {value}: it must be at least {lowest}")
+        if self.scheduling_policy not in POLICIES:
+            raise ConfigConflict(f"scheduling_policy is {self.scheduling_policy!r}: there are {', '.join(POLICIES)}")
 
 
 _LOWEST: dict[str, float] = {
@@ -62,6 +73,8 @@ _LOWEST: dict[str, float] = {
     "max_waiting_requests": 1,
     "max_waiting_tokens": 1,
     "max_preemptions": 0,
+    "max_requests_per_caller": 0,
+    "max_waiting_tokens_per_caller": 0,
     "max_frontends": 1,
     "step_timeout_s": 0.001,
     "recovery_timeout_s": 0.0,
@@ -81,6 +94,8 @@ class Limits:
     max_num_batched_tokens: int
     max_chunk_tokens: int
     """Most tokens of one sequence in one step."""
+    scheduling_policy: str
+    prefix_caching: bool
 
     @property
     def num_pool_tokens(self) -> int:
@@ -99,6 +114,8 @@ class Limits:
             max_model_len=self.max_model_len,
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
+            scheduling_policy=self.scheduling_policy,
+            prefix_caching=self.prefix_caching,
         )
 
 
@@ -132,6 +149,8 @@ def resolve_limits(config: SchedulerConfig, facts: WorkerFacts) -> Limits:
         max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
         max_num_batched_tokens=max_num_batched_tokens,
         max_chunk_tokens=config.long_prefill_token_threshold or max_num_batched_tokens,
+        scheduling_policy=config.scheduling_policy,
+        prefix_caching=config.enable_prefix_caching,
     )
 
 

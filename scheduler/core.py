@@ -8,6 +8,7 @@ from octavo.scheduler.config import Limits, SchedulerConfig, resolve_limits
 from octavo.scheduler.deadlines import Deadlines
 from octavo.scheduler.errors import BadResult, InvariantViolation
 from octavo.scheduler.events import (
+    CacheResetRequested,
     ChoiceStopped,
     Event,
     FrontendLost,
@@ -18,6 +19,7 @@ from octavo.scheduler.events import (
     WorkerReady,
 )
 from octavo.scheduler.instructions import (
+    AnswerCacheReset,
     EmitOutput,
     EndFrontendSession,
     EndWorkerSession,
@@ -25,10 +27,9 @@ from octavo.scheduler.instructions import (
     SendPlan,
 )
 from octavo.scheduler.outputs import Outputs
-from octavo.scheduler.pipeline import Pipeline, RowResult
+from octavo.scheduler.pipeline import Matched, Pipeline, PlanRecord
 from octavo.scheduler.planner import Planner
-from octavo.scheduler.policy import Policy
-from octavo.scheduler.policy.fcfs import FirstComeFirstServed
+from octavo.scheduler.policy import POLICIES, Policy
 from octavo.scheduler.queues import WaitingQueue
 from octavo.scheduler.sequence import Request, Sequence, Status
 from octavo.scheduler.state import RequestTable
@@ -36,7 +37,14 @@ from octavo.wire.columns import column_length, unpack_ints
 from octavo.wire.handshake import WorkerFacts
 from octavo.wire.ids import Handle, SessionId
 from octavo.wire.plan import FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, StepResult
-from octavo.wire.requests import FailureCode, FinishReason, RequestFailed, SubmitRequest
+from octavo.wire.requests import (
+    FailureCode,
+    FinishReason,
+    PrefixCacheReset,
+    RequestFailed,
+    ResetPrefixCache,
+    SubmitRequest,
+)
 
 _FAULTS = {
     FAULT_NONFINITE_LOGITS: "non-finite logits",
@@ -62,6 +70,14 @@ class Figures:
     num_preemptions: int
     num_old_results: int
     """Results of earlier epochs, ignored."""
+    num_cached_blocks: int
+    """That can be found in the prefix cache, in use or free."""
+    num_prompt_tokens: int
+    """Of all requests that have started."""
+    num_cached_prompt_tokens: int
+    """Of these, found in the prefix cache."""
+    num_recomputed_tokens: int
+    """Computed again after preemptions, faults and losses of a worker."""
 
 
 @dataclass(slots=True)
@@ -80,7 +96,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, policy: Policy | None = None) -> None:
         self._config = config
-        self._policy = policy or FirstComeFirstServed()
+        self._policy = policy or POLICIES[config.scheduling_policy]()
         self._requests = RequestTable()
         self._waiting = WaitingQueue(self._policy)
         self._deadlines = Deadlines()
@@ -90,7 +106,9 @@ class Scheduler:
         self._lost_at: float | None = None
         self._endings: list[Instruction] = []
         self._num_requests = self._num_sequences = 0  # ever
-        self._num_steps = self._num_preemptions = self._num_old_results = 0  # of ended epochs, but for the last
+        self._num_steps = self._num_preemptions = self._num_recomputed_tokens = 0  # of ended epochs
+        self._num_old_results = 0
+        self._num_prompt_tokens = self._num_cached_prompt_tokens = 0
 
     @property
     def limits(self) -> Limits | None:
@@ -122,6 +140,10 @@ class Scheduler:
             num_steps=self._num_steps + (self._worker.pipeline.num_completed if self._worker else 0),
             num_preemptions=self._num_preemptions + (planner.num_preemptions if planner else 0),
             num_old_results=self._num_old_results,
+            num_cached_blocks=len(planner.cache) if planner else 0,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_prompt_tokens=self._num_cached_prompt_tokens,
+            num_recomputed_tokens=self._num_recomputed_tokens + (planner.num_recomputed_tokens if planner else 0),
         )
 
     def on_event(self, event: Event, now: float) -> list[Instruction]:
@@ -158,13 +180,17 @@ class Scheduler:
             self._worker.pipeline.check(s for r in self._requests for s in r.sequences)
             running = {s.number for s in self._worker.planner.batch}
         waiting = {s.number for s in self._waiting}
-        alive = {s.number for r in self._requests for s in r.sequences if s.status is not Status.FINISHED}
-        if waiting & running or waiting | running != alive:
-            raise InvariantViolation(f"sequences alive {alive}, waiting {waiting}, running {running}")
+        unfinished_sequences = [s for r in self._requests for s in r.sequences if s.status is not Status.FINISHED]
+        alive = {s.number for s in unfinished_sequences}
+        held = {s.number for s in unfinished_sequences if s.status is Status.HELD}
+        if waiting & running or waiting & held or running & held or waiting | running | held != alive:
+            raise InvariantViolation(f"sequences alive {alive}, waiting {waiting}, running {running}, held {held}")
         for request in self._requests:
             unfinished = sum(s.status is not Status.FINISHED for s in request.sequences)
             if unfinished != request.num_unfinished or unfinished == 0:
                 raise InvariantViolation(f"{request.name} counts {request.num_unfinished} choices, has {unfinished}")
+            if len(request.held) == unfinished:
+                raise InvariantViolation(f"{request.name}: all choices wait for each other")
         timed = sum(r.deadline != float("inf") for r in self._requests)
         if timed != len(self._deadlines):
             raise InvariantViolation(f"{len(self._deadlines)} deadlines for {timed} requests")
@@ -214,6 +240,8 @@ class Scheduler:
                 request = self._requests.find(frontend, finish.handle)
                 if request is not None and finish.choice < len(request.sequences):
                     self._finish(request.sequences[finish.choice])
+            case CacheResetRequested(frontend, reset):
+                self._on_cache_reset(frontend, reset)
             case FrontendLost(frontend):
                 self._on_frontend_lost(frontend)
             case WorkerReady(epoch, facts):
@@ -258,12 +286,30 @@ class Scheduler:
             submitted_at=now,
             deadline=float("inf") if message.deadline_s is None else now + message.deadline_s,
             is_replay=bool(message.output_ids),
+            caller=message.caller,
+            priority=message.priority,
         )
+        if self._config.enable_prefix_caching:
+            request.prefix_root, request.prefix_keys = message.prefix_root, message.prefix_keys
         for choice in range(message.num_choices):
             output = list(unpack_ints(message.output_ids[choice])) if message.output_ids else []
             self._num_sequences += 1
             num_known = request.num_prompt_tokens + len(output)
-            request.sequences.append(Sequence(request, choice, self._num_sequences, output, num_known))
+            request.sequences.append(
+                Sequence(
+                    request,
+                    choice,
+                    self._num_sequences,
+                    output,
+                    num_known,
+                    num_expected=num_known,
+                    num_prompt=request.num_prompt_tokens,
+                    plan_limit=request.num_prompt_tokens + request.max_output_tokens - 1,
+                    handle=request.handle,
+                    frontend=frontend,
+                    stop_ids=request.stop_ids,
+                )
+            )
         return request
 
     def _admit(self, request: Request, message: SubmitRequest, now: float) -> None:
@@ -271,8 +317,13 @@ class Scheduler:
         request.num_unfinished = len(request.sequences)
         self._requests.add(request)
         self._deadlines.add(request)
+        self._policy.on_admitted(request)
         for sequence in request.sequences:
-            self._waiting.add(sequence)
+            # The first choice computes the prompt for all, unless they have gone on from it already.
+            if sequence.choice == 0 or request.is_replay:
+                self._waiting.add(sequence)
+            else:
+                sequence.status = Status.HELD
         for sequence in request.sequences:
             if sequence.choice in finished:
                 self._finish(sequence)
@@ -286,16 +337,31 @@ class Scheduler:
             self._end(request)
         self._outputs.drop(frontend)
 
+    def _on_cache_reset(self, frontend: SessionId, message: ResetPrefixCache) -> None:
+        planner = self._worker.planner if self._worker else None
+        num_blocks = planner.cache.clear(planner.batch) if planner else 0
+        self._endings.append(AnswerCacheReset(frontend, PrefixCacheReset(message.tag_id, num_blocks)))
+
     def _on_worker_ready(self, epoch: SessionId, facts: WorkerFacts, now: float) -> None:
         if self._worker is not None:
             self._on_worker_lost(now)
+        old_limits = self._limits
         self._limits = limits = resolve_limits(self._config, facts)
+        if old_limits is not None and old_limits.block_size != limits.block_size:
+            self._forget_keys()
         planner = Planner(epoch, limits, self._waiting, self._policy, self._config.max_preemptions)
         self._worker = _Worker(epoch, planner, Pipeline(self._config.pipeline_depth))
         self._lost_at = None
         for request in list(self._requests):
             if (reason := length_error(request.num_prompt_tokens, request.max_output_tokens, limits)) is not None:
                 self._fail(request, FailureCode.UNAVAILABLE, f"the new worker is smaller: {reason}")
+
+    def _forget_keys(self) -> None:
+        """Let present requests take no part in the prefix cache: their keys are of blocks of another size."""
+        for request in self._requests:
+            request.prefix_root = request.prefix_keys = b""
+            for sequence in request.sequences:
+                sequence.keys.clear()
 
     def _give_up_worker(self, reason: str, now: float) -> None:
         if self._worker is not None:
@@ -309,11 +375,12 @@ class Scheduler:
         self._lost_at = now
         self._num_steps += worker.pipeline.num_completed
         self._num_preemptions += worker.planner.num_preemptions
+        self._num_recomputed_tokens += worker.planner.num_recomputed_tokens
         for sequence in list(worker.planner.batch):
-            sequence.leave_row(Status.WAITING)
+            sequence.leave_row(Status.WAITING, newest_step=0)
             self._waiting.add(sequence)
         for sequence in self._waiting:
-            sequence.forget_epoch()
+            sequence.void_draws(through=0)  # of this epoch; the next one counts its plans from 1
 
     def _on_result(self, result: StepResult, now: float) -> None:
         worker = self._worker
@@ -321,37 +388,97 @@ class Scheduler:
             self._num_old_results += 1
             return
         try:
-            rows = worker.pipeline.complete(result, now)
+            matched = worker.pipeline.complete(result, now)
         except BadResult as error:
             self._give_up_worker(str(error), now)
             return
-        for row in rows:
-            self._on_row(row, now)
+        for chunk in matched.record.chunks:
+            if chunk.residency == chunk.sequence.residency:
+                chunk.sequence.num_confirmed += chunk.num_tokens
+        if matched.faults:
+            self._on_faults(matched, worker)
+        self._on_tokens(matched, now)
 
-    def _on_row(self, row: RowResult, now: float) -> None:
-        planned = row.planned
-        sequence = planned.sequence
-        if sequence.status is Status.FINISHED:
+    def _on_tokens(self, matched: Matched, now: float) -> None:
+        """Confirm the tokens of a step: one turn of this loop for each running sequence, so it is kept short."""
+        record = matched.record
+        sequences, residencies, tokens = record.sequences, record.residencies, matched.tokens
+        if matched.faults:
+            good = [index for index in range(len(sequences)) if index not in matched.faults]
+            sequences, residencies = [sequences[i] for i in good], [residencies[i] for i in good]
+        self._fail_wrong_ids(sequences, tokens)
+        for index, logprobs in matched.logprobs.items():
+            if self._counts(record, index):
+                self._outputs.emit_logprobs(record.sequences[index], logprobs)
+        frontend, emitted = None, []
+        for s, residency, token in zip(sequences, residencies, tokens, strict=True):
+            if s.residency == residency:
+                s.num_confirmed = s.num_known
+            elif s.status is Status.FINISHED or record.step <= s.void_through:
+                continue
+            s.num_known = known = s.num_known + 1
+            s.output_ids.append(token)
+            if s.frontend != frontend:
+                frontend = s.frontend
+                emitted = self._outputs.tokens_of(frontend)
+            emitted += (s.handle, s.choice, known - s.num_prompt - 1, token)
+            if s.first_token_at is None:
+                s.first_token_at = now
+            if (token in s.stop_ids or known > s.plan_limit) and (reason := _finish_reason(s)) is not None:
+                self._outputs.finish(s, reason, now)
+                self._finish(s)
+
+    def _counts(self, record: PlanRecord, index: int) -> bool:
+        """Say whether what a plan draws for one of its sequences still counts."""
+        s = record.sequences[index]
+        return s.residency == record.residencies[index] or (
+            s.status is not Status.FINISHED and record.step > s.void_through
+        )
+
+    def _fail_wrong_ids(self, sequences: Several[Sequence], tokens: Several[int]) -> None:
+        vocab_size = self._limits.vocab_size if self._limits else 0
+        if not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size):
             return
-        if sequence.residency == planned.residency:
-            sequence.num_confirmed += planned.num_tokens
-        if not planned.samples:
-            return
-        sequence.num_sampling -= 1
-        if row.token is None:
-            fault = _FAULTS.get(row.fault or 0, f"fault {row.fault}")
-            self._fail(sequence.request, FailureCode.INTERNAL, fault)
-        elif self._limits is not None and not 0 <= row.token < self._limits.vocab_size:
-            wrong = f"the worker drew id {row.token}, outside [0, {self._limits.vocab_size})"
-            self._fail(sequence.request, FailureCode.INTERNAL, wrong)
-        else:
-            sequence.confirm(row.token)
-            if sequence.first_token_at is None:
-                sequence.first_token_at = now
-            self._outputs.emit(sequence, row.logprobs)
-            if (reason := _finish_reason(sequence)) is not None:
-                self._outputs.finish(sequence, reason, now)
-                self._finish(sequence)
+        for s, token in zip(sequences, tokens, strict=True):
+            if s.status is not Status.FINISHED and not 0 <= token < vocab_size:
+                wrong = f"the worker drew id {token}, outside [0, {vocab_size})"
+                self._fail(s.request, FailureCode.INTERNAL, wrong)
+
+    # Faults
+
+    def _on_faults(self, matched: Matched, worker: _Worker) -> None:
+        record = matched.record
+        for index, fault in matched.faults.items():
+            s = record.sequences[index]
+            is_broken = fault == FAULT_NONFINITE_LOGITS
+            if is_broken:
+                self._withdraw_blocks(s, worker)
+            if not self._counts(record, index):
+                continue
+            is_current = s.residency == record.residencies[index]
+            if is_broken and s.uses_cache and (s.num_cached or not is_current):
+                # The broken blocks may be what it found: it is given the chance to compute everything itself.
+                s.uses_cache = False
+                self._recompute(s, worker)
+            else:
+                self._fail(s.request, FailureCode.INTERNAL, _FAULTS.get(fault, f"fault {fault}"))
+
+    def _withdraw_blocks(self, faulty: Sequence, worker: _Worker) -> None:
+        """Let nobody find or go on with what a sequence computed whose values are broken."""
+        for sibling in faulty.request.sequences:
+            sibling.publishes = False
+        suspect = worker.planner.cache.withdraw(faulty)
+        for holder in worker.planner.holders(suspect):
+            if holder.request is not faulty.request:
+                self._recompute(holder, worker)
+
+    def _recompute(self, sequence: Sequence, worker: _Worker) -> None:
+        """Drop a sequence's blocks and what is being drawn from them; its confirmed tokens stay."""
+        if sequence.status is Status.RUNNING:
+            sequence.publishes = False
+            worker.planner.remove(sequence, Status.WAITING, worker.pipeline.num_sent)
+            self._waiting.add(sequence)
+        sequence.void_draws(worker.pipeline.num_sent)
 
     # Ends
 
@@ -364,6 +491,10 @@ class Scheduler:
         request.num_unfinished -= 1
         if request.num_unfinished == 0:
             self._forget(request)
+        elif len(held := request.held) == request.num_unfinished:
+            # Who would have computed the prompt for them is gone: the next one does.
+            held[0].status = Status.WAITING
+            self._waiting.add(held[0])
 
     def _end(self, request: Request) -> None:
         """End a request without a word."""
@@ -377,15 +508,17 @@ class Scheduler:
         self._outputs.fail(request.frontend, RequestFailed(request.handle, code, reason, retry_after_s))
 
     def _withdraw(self, sequence: Sequence) -> None:
+        if sequence.status is Status.RUNNING and self._worker is not None:
+            self._worker.planner.remove(sequence, Status.FINISHED, self._worker.pipeline.num_sent)
+            return
         if sequence.status is Status.WAITING:
             self._waiting.remove(sequence)
-            sequence.status = Status.FINISHED
-        elif self._worker is not None:
-            self._worker.planner.remove(sequence, Status.FINISHED)
+        sequence.status = Status.FINISHED
 
     def _forget(self, request: Request) -> None:
         self._requests.remove(request)
         self._deadlines.remove(request)
+        self._policy.on_ended(request)
 
     # Plans
 
@@ -407,8 +540,11 @@ class Scheduler:
         if sequence.first_planned_at is None:
             sequence.first_planned_at = now
         if not sequence.request.is_started:
+            num_cached = min(sequence.num_cached, sequence.num_prompt)
+            self._num_prompt_tokens += sequence.num_prompt
+            self._num_cached_prompt_tokens += num_cached
             self._requests.mark_started(sequence.request)
-            self._outputs.start(sequence.request, now)
+            self._outputs.start(sequence.request, num_cached, now)
 
 
 def _finish_reason(sequence: Sequence) -> FinishReason | None:

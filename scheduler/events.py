@@ -6,7 +6,7 @@ from typing import TypeAlias
 from octavo.wire.handshake import WorkerFacts
 from octavo.wire.ids import SessionId
 from octavo.wire.plan import StepResult
-from octavo.wire.requests import CancelRequest, FinishChoice, SubmitRequest
+from octavo.wire.requests import CancelRequest, FinishChoice, ResetPrefixCache, SubmitRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,21 @@ class WorkerLost:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class CacheResetRequested:
+    """An operator wants nothing that was computed so far to be found in the prefix cache."""
+
+    frontend: SessionId
+    message: ResetPrefixCache
+
+
 Event: TypeAlias = (
-    RequestSubmitted | RequestCancelled | ChoiceStopped | FrontendLost | WorkerReady | StepCompleted | WorkerLost
+    RequestSubmitted
+    | RequestCancelled
+    | ChoiceStopped
+    | FrontendLost
+    | WorkerReady
+    | StepCompleted
+    | WorkerLost
+    | CacheResetRequested
 )

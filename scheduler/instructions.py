@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from octavo.wire.ids import SessionId
 from octavo.wire.plan import StepPlan
-from octavo.wire.requests import StepOutput
+from octavo.wire.requests import PrefixCacheReset, StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,4 +39,12 @@ class EndFrontendSession:
     reason: str
 
 
-Instruction: TypeAlias = SendPlan | EmitOutput | EndWorkerSession | EndFrontendSession
+@dataclass(frozen=True, slots=True)
+class AnswerCacheReset:
+    """Tell a frontend that its reset of the prefix cache is done."""
+
+    frontend: SessionId
+    answer: PrefixCacheReset
+
+
+Instruction: TypeAlias = SendPlan | EmitOutput | EndWorkerSession | EndFrontendSession | AnswerCacheReset

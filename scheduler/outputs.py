@@ -36,29 +36,28 @@ class Outputs:
     def __init__(self) -> None:
         self._by_frontend: dict[SessionId, _Gathered] = {}
 
-    def start(self, request: Request, now: float) -> None:
+    def start(self, request: Request, num_cached_tokens: int, now: float) -> None:
         """Tell that the first plan that names a request has been built."""
-        started = RequestStarted(request.handle, num_cached_tokens=0, queue_s=now - request.submitted_at)
+        started = RequestStarted(request.handle, num_cached_tokens, queue_s=now - request.submitted_at)
         self._of(request.frontend).started.append(started)
 
-    def emit(self, sequence: Sequence, logprobs: RowLogprobs | None) -> None:
-        """Tell the newest token of a sequence."""
-        request = sequence.request
-        out = self._by_frontend.get(request.frontend) or self._of(request.frontend)
-        position = len(sequence.output_ids) - 1
-        out.tokens += (request.handle, sequence.choice, position, sequence.output_ids[-1])
-        if logprobs is not None:
-            out.logprobs.append(
-                ChoiceLogprobs(
-                    request.handle,
-                    sequence.choice,
-                    position,
-                    logprobs.logprob,
-                    logprobs.rank,
-                    logprobs.top_ids,
-                    logprobs.top_logprobs,
-                )
+    def tokens_of(self, frontend: SessionId) -> list[int]:
+        """Return where a frontend's new tokens are gathered: handle, choice, position and id of each."""
+        return self._of(frontend).tokens
+
+    def emit_logprobs(self, sequence: Sequence, logprobs: RowLogprobs) -> None:
+        """Tell the log-probabilities of a sequence's next token, before it is confirmed."""
+        self._of(sequence.frontend).logprobs.append(
+            ChoiceLogprobs(
+                sequence.handle,
+                sequence.choice,
+                sequence.num_known - sequence.num_prompt,
+                logprobs.logprob,
+                logprobs.rank,
+                logprobs.top_ids,
+                logprobs.top_logprobs,
             )
+        )
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """Tell that a choice has ended."""

@@ -2,40 +2,50 @@
 
 from collections import Counter, deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from octavo.scheduler.errors import BadResult, InvariantViolation
 from octavo.scheduler.sequence import Sequence, Status
 from octavo.wire.columns import pack_ints, unpack_ints
-from octavo.wire.ids import Row
 from octavo.wire.plan import RowLogprobs, StepResult
 
 
-class PlannedRow(NamedTuple):
-    """One row of a sent plan. The sequence may have left the row since; the result is still its own."""
+class Chunk(NamedTuple):
+    """A row of a sent plan that computes tokens and draws none."""
 
     sequence: Sequence
-    row: Row
-    num_tokens: int
-    samples: bool
     residency: int
+    num_tokens: int
 
 
-class PlanRecord(NamedTuple):
-    """What a sent plan asked for."""
+@dataclass(slots=True)
+class PlanRecord:
+    """What a sent plan asked for. Its sequences may have left their rows since: a result is matched through this alone.
+
+    The lists of what is drawn are parallel: one entry a row of `rows`.
+    """
 
     step: int
-    rows: list[PlannedRow]
-    sampled_rows: bytes  # int32
+    rows: bytes
+    """int32: rows that draw a token, forked ones last."""
+    sequences: list[Sequence]
+    residencies: list[int]
+    num_tokens: list[int]
+    """Computed for each; for a forked one, those of its source that are not confirmed."""
+    chunks: list[Chunk]
 
 
-class RowResult(NamedTuple):
-    """What came back for one row of a plan: a token, a fault, or neither if the row did not sample."""
+class Matched(NamedTuple):
+    """A result and its record; `tokens` are those of the sequences that did not fault, in order."""
 
-    planned: PlannedRow
-    token: int | None
-    fault: int | None
-    logprobs: RowLogprobs | None
+    record: PlanRecord
+    tokens: Several[int]
+    faults: dict[int, int]
+    """Index among the record's sequences -> FAULT_*."""
+    logprobs: dict[int, RowLogprobs]
+    """Index among the record's sequences -> what came with its token."""
 
 
 class Pipeline:
@@ -68,7 +78,7 @@ class Pipeline:
         self._records.append(record)
         self.num_sent = record.step
 
-    def complete(self, result: StepResult, now: float) -> list[RowResult]:
+    def complete(self, result: StepResult, now: float) -> Matched:
         """Match a result with the record of its plan.
 
         Raises:
@@ -89,40 +99,39 @@ class Pipeline:
             InvariantViolation: a sequence expects more or less than is under way.
         """
         tokens: Counter[Sequence] = Counter()
-        samples: Counter[Sequence] = Counter()
-        for planned in (planned for record in self._records for planned in record.rows):
-            samples[planned.sequence] += planned.samples
-            if planned.residency == planned.sequence.residency:
-                tokens[planned.sequence] += planned.num_tokens
+        draws: Counter[Sequence] = Counter()
+        for record in self._records:
+            for s, residency, num_tokens in zip(record.sequences, record.residencies, record.num_tokens, strict=True):
+                draws[s] += record.step > s.void_through
+                tokens[s] += num_tokens if residency == s.residency else 0
+            for chunk in record.chunks:
+                current = chunk.residency == chunk.sequence.residency
+                tokens[chunk.sequence] += chunk.num_tokens if current else 0
         for s in sequences:
             expected = (s.num_planned - s.num_confirmed, s.num_sampling)
-            if s.status is not Status.FINISHED and expected != (tokens[s], samples[s]):
+            if s.status is not Status.FINISHED and expected != (tokens[s], draws[s]):
                 raise InvariantViolation(
                     f"{s.request.name}/{s.choice} expects {expected} tokens computed and drawn, "
-                    f"{(tokens[s], samples[s])} are under way"
+                    f"{(tokens[s], draws[s])} are under way"
                 )
 
 
-def _match(record: PlanRecord, result: StepResult) -> list[RowResult]:
-    faults = dict(zip(unpack_ints(result.fault_row), unpack_ints(result.fault), strict=True))
-    expected = record.sampled_rows
-    if faults:
-        sampled = unpack_ints(expected)
-        if not set(faults) <= set(sampled):
-            raise BadResult(f"plan {record.step}: rows {sorted(faults)} fault, but {list(sampled)} sampled")
-        expected = pack_ints(row for row in sampled if row not in faults)
+def _match(record: PlanRecord, result: StepResult) -> Matched:
+    faults: dict[int, int] = {}
+    expected = record.rows
+    if result.fault_row:
+        rows = unpack_ints(record.rows)
+        by_row = dict(zip(unpack_ints(result.fault_row), unpack_ints(result.fault), strict=True))
+        if not set(by_row) <= set(rows):
+            raise BadResult(f"plan {record.step}: rows {sorted(by_row)} fault, but {list(rows)} sampled")
+        faults = {index: by_row[row] for index, row in enumerate(rows) if row in by_row}
+        expected = pack_ints(row for row in rows if row not in by_row)
     if result.row != expected:
         raise BadResult(
             f"plan {record.step}: tokens for rows {list(unpack_ints(result.row))}, expected {list(unpack_ints(expected))}"
         )
-    tokens = iter(unpack_ints(result.token))
-    logprobs = {entry.row: entry for entry in result.logprobs}
-    found: list[RowResult] = []
-    for planned in record.rows:
-        if not planned.samples:
-            found.append(RowResult(planned, None, None, None))
-        elif planned.row in faults:
-            found.append(RowResult(planned, None, faults[planned.row], None))
-        else:
-            found.append(RowResult(planned, next(tokens), None, logprobs.get(planned.row)))
-    return found
+    logprobs: dict[int, RowLogprobs] = {}
+    if result.logprobs:
+        by_entry = {entry.row: entry for entry in result.logprobs}
+        logprobs = {index: by_entry[row] for index, row in enumerate(unpack_ints(record.rows)) if row in by_entry}
+    return Matched(record, unpack_ints(result.token), faults, logprobs)

@@ -8,48 +8,27 @@ from typing import NamedTuple
 
 from octavo.scheduler.batch import Batch
 from octavo.scheduler.blocks import BlockPool
+from octavo.scheduler.cache import PrefixCache
 from octavo.scheduler.config import Limits
+from octavo.scheduler.draft import MAX_NEW_IDS, Draft, Fork, new_row, num_new_ids, row_of
 from octavo.scheduler.errors import InvariantViolation
-from octavo.scheduler.pipeline import PlannedRow, PlanRecord
+from octavo.scheduler.pipeline import PlanRecord
 from octavo.scheduler.policy import Policy
+from octavo.scheduler.prefix import PrefixIndex
 from octavo.scheduler.queues import WaitingQueue
 from octavo.scheduler.sequence import Sequence, Status
 from octavo.scheduler.tables import BlockTables
-from octavo.wire.codec import MAX_MESSAGE_BYTES
-from octavo.wire.columns import column_length, pack_ints
+from octavo.wire.columns import pack_ints
 from octavo.wire.ids import BlockId, Row, SessionId
-from octavo.wire.plan import FLAG_SAMPLE, NewRow, StepPlan
-
-MAX_NEW_IDS = MAX_MESSAGE_BYTES // 8
-"""Most column elements (4 bytes each) that the new rows of one plan bring, unless one row has more: half a message."""
+from octavo.wire.plan import FLAG_SAMPLE, StepPlan
 
 
 class BuiltPlan(NamedTuple):
-    """A plan to send, the record to match its result with, and the sequences that it names for the first time."""
+    """A plan to send, the record to match its result with, and the sequences that take rows in it."""
 
     plan: StepPlan
     record: PlanRecord
     entered: list[Sequence]
-
-
-class StepBudget:
-    """Tokens that the plan in the making may still give."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.num_left = limits.max_num_batched_tokens
-        self._cap = limits.max_chunk_tokens
-
-    def offer(self, wanted: int) -> int:
-        """Return how many of `wanted` tokens one sequence can have."""
-        return min(wanted, self._cap, self.num_left)
-
-    def give(self, num_tokens: int) -> None:
-        """Take tokens from what is left."""
-        self.num_left -= num_tokens
-
-    def refund(self, num_tokens: int) -> None:
-        """Put tokens back."""
-        self.num_left += num_tokens
 
 
 class Planner:
@@ -60,18 +39,26 @@ class Planner:
     ) -> None:
         self.limits = limits
         self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
         self.pool = BlockPool(limits.num_blocks)
         self.batch = Batch(limits.max_num_seqs)
+        index = PrefixIndex()
+        self.tables = BlockTables(self.pool, index, limits.block_size)
+        self.cache = PrefixCache(index, self.pool, self.tables, limits.block_size)
         self._epoch = epoch
-        self._tables = BlockTables(self.pool, limits.block_size)
         self._waiting = waiting
         self._policy = policy
         self._max_preemptions = max_preemptions
 
-    def remove(self, sequence: Sequence, status: Status) -> None:
-        """Take a running sequence's row and blocks; no later plan names it."""
-        self.batch.leave(sequence, status)
-        self._tables.release(sequence.number)
+    def remove(self, sequence: Sequence, status: Status, newest_step: int) -> None:
+        """Take a running sequence's row and blocks; no plan after `newest_step` names it."""
+        self.cache.publish(sequence, sequence.num_confirmed)
+        self.tables.release(sequence.number)
+        self.batch.leave(sequence, status, newest_step)
+
+    def holders(self, blocks: set[BlockId]) -> list[Sequence]:
+        """Return the running sequences whose tables name one of some blocks."""
+        return [s for s in self.batch if not blocks.isdisjoint(self.tables.table(s.number))] if blocks else []
 
     def build(self, step: int, num_completed: int) -> BuiltPlan | None:
         """Build plan number `step`; None if nothing can be computed now.
@@ -80,170 +67,239 @@ class Planner:
             step: its number.
             num_completed: newest plan whose result is back.
         """
-        budget = StepBudget(self.limits)
-        chosen: dict[Sequence, int] = {}
-        self._choose_running(budget, chosen)
-        entered = self._choose_waiting(budget, chosen, num_completed)
-        if not chosen:
-            return None
-        return self._commit(step, chosen, entered)
+        draft = Draft.begin(step, self.limits)
+        self.cache.begin_step()
+        self._make_room(draft, num_completed)
+        self._choose_running(draft)
+        for sequence in draft.filled:
+            self.cache.publish(sequence, sequence.num_planned)
+        for sequence in draft.leaders:
+            self._release_siblings(sequence, draft)
+        self._choose_waiting(draft, num_completed)
+        built = self._commit(draft) if draft.sequences else None
+        self.tables.unpin()
+        return built
 
     def check(self) -> None:
-        """Prove blocks, tables and rows against each other.
+        """Prove blocks, tables, rows and the prefix cache against each other.
 
         Raises:
             InvariantViolation: they contradict.
         """
         self.batch.check()
-        self._tables.check({s.number: s.num_planned for s in self.batch})
+        self.tables.check({s.number: s.num_planned for s in self.batch})
+        self.cache.check(self.batch)
         for s in self.batch:
-            if not 0 <= s.num_confirmed <= s.num_planned <= s.num_known + s.num_sampling:
+            name = f"{s.request.name}/{s.choice}"
+            if not 0 <= s.num_confirmed <= s.num_planned <= s.num_expected or s.num_known > s.num_expected:
                 raise InvariantViolation(
-                    f"{s.request.name}/{s.choice}: {s.num_confirmed} confirmed, {s.num_planned} planned, "
+                    f"{name}: {s.num_confirmed} confirmed, {s.num_planned} planned, "
                     f"{s.num_known} known, {s.num_sampling} being drawn"
                 )
-            if s.num_blocks_sent != len(self._tables.table(s.number)):
-                raise InvariantViolation(f"{s.request.name}/{s.choice}: the worker does not know all of its blocks")
-            if self._tables.is_protected(s.number) != self._needs_protection(s):
-                raise InvariantViolation(f"{s.request.name}/{s.choice}: preempted {s.num_preemptions} times")
+            if s.num_blocks_sent != len(self.tables.table(s.number)):
+                raise InvariantViolation(f"{name}: the worker does not know all of its blocks")
+            if self.tables.is_protected(s.number) != self._needs_protection(s):
+                raise InvariantViolation(f"{name}: preempted {s.num_preemptions} times")
+            writes = s.num_planned < s.num_fast
+            if writes and (s.request.held or self.tables.must_copy(s.number, s.num_planned)):
+                raise InvariantViolation(f"{name} would write a block that is shared or can be found")
 
-    def _choose_running(self, budget: StepBudget, chosen: dict[Sequence, int]) -> None:
-        for sequence in list(self.batch):
-            if budget.num_left == 0:
+    # Running sequences
+
+    def _choose_running(self, draft: Draft) -> None:
+        add, count, flag = draft.sequences.append, draft.counts.append, draft.flags.append
+        for s in list(self.batch):
+            if draft.num_left <= 0:
                 return
-            if sequence.row is None:  # preempted for one before it
-                continue
-            num_tokens = budget.offer(sequence.num_plannable)
-            if num_tokens <= 0:
-                continue
-            end = sequence.num_planned + num_tokens
-            if end > sequence.num_blocks_sent * self.limits.block_size:
-                if not self._secure(sequence, end, budget, chosen):
-                    continue
-                self._tables.grow(sequence.number, end)
-            budget.give(num_tokens)
-            chosen[sequence] = num_tokens
+            end = s.num_planned + 1
+            if end == s.num_expected and end <= s.num_fast:
+                # Draft.add for the common case, one more token of a decode: this loop is most of a step's cost.
+                s.num_planned = end
+                s.num_expected = end + 1
+                draft.num_left -= 1
+                add(s)
+                count(1)
+                flag(FLAG_SAMPLE)
+            else:
+                self._choose_one(s, draft)
 
-    def _secure(self, sequence: Sequence, end: int, budget: StepBudget, chosen: dict[Sequence, int]) -> bool:
+    def _choose_one(self, s: Sequence, draft: Draft) -> None:
+        if s.row is None:  # preempted for one before it
+            return
+        num_tokens = draft.offer(s.num_plannable)
+        if num_tokens <= 0 or not self._secure(s, s.num_planned + num_tokens, draft):
+            return
+        self._extend(s, num_tokens, draft)
+        draft.filled.append(s)
+        if s.num_planned == s.num_prompt and s.request.held:
+            draft.leaders.append(s)
+
+    def _extend(self, s: Sequence, num_tokens: int, draft: Draft) -> None:
+        """Give a sequence blocks for its next tokens, and the tokens; `can_grow` said that it can have them."""
+        number, end = s.number, s.num_planned + num_tokens
+        if s.num_planned and self.tables.must_copy(number, s.num_planned):
+            draft.copies[s] = self.tables.copy_last(number)
+        self.tables.grow(number, end)
+        num_blocks = len(self.tables.table(number))
+        if num_blocks > s.num_blocks_sent:
+            draft.grown[s] = None
+        draft.add(s, num_tokens)
+        waits_for_it = s.num_planned < s.num_prompt and s.request.held
+        s.num_fast = 0 if waits_for_it else min(num_blocks * self.limits.block_size, s.plan_limit)
+
+    def _secure(self, sequence: Sequence, end: int, draft: Draft) -> bool:
         """Preempt until a running sequence can grow to `end` tokens; False if it had to give way itself."""
-        while not self._tables.can_grow(sequence.number, end):
+        while not self.tables.can_grow(sequence.number, sequence.num_planned, end):
             # A sequence that cannot grow is unprotected itself, so there is always a victim.
             victim = min(
-                (s for s in self.batch if not self._tables.is_protected(s.number)), key=self._policy.yields_first
+                (s for s in self.batch if not self.tables.is_protected(s.number)), key=self._policy.yields_first
             )
-            budget.refund(chosen.pop(victim, 0))
-            self._preempt(victim)
+            self._preempt(victim, draft)
             if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.remove(sequence, Status.WAITING)
+    def _preempt(self, sequence: Sequence, draft: Draft) -> None:
+        draft.take_back(sequence)
+        self.remove(sequence, Status.WAITING, draft.step - 1)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(sequence)
 
-    def _choose_waiting(self, budget: StepBudget, chosen: dict[Sequence, int], num_completed: int) -> list[Sequence]:
-        entered: list[Sequence] = []
-        num_new_ids = 0
-        num_owed: int | None = None
-        while budget.num_left > 0 and self.batch.has_free_row and (head := self._waiting.head) is not None:
-            if head.newest_step > num_completed:  # preempted, and ids of it are still under way
-                break
-            new_ids = _num_new_ids(head)
-            if entered and num_new_ids + new_ids > MAX_NEW_IDS:
-                break
-            if num_owed is None:
-                num_owed = self._num_owed_blocks(chosen)
-            if not self._can_admit(head, num_owed):
-                break
-            num_tokens = budget.offer(head.num_known)
-            self._waiting.remove(head)
-            self.batch.enter(head)
-            if self._needs_protection(head):
-                self._tables.reserve(head.number, self._tables.blocks_for(head.max_stored_tokens))
-            else:
-                num_owed += self._tables.blocks_for(head.num_known) - self._tables.blocks_for(num_tokens)
-            self._tables.grow(head.number, num_tokens)
-            budget.give(num_tokens)
-            chosen[head] = num_tokens
-            entered.append(head)
-            num_new_ids += new_ids
-        return entered
+    # Waiting sequences
 
-    def _can_admit(self, sequence: Sequence, num_owed: int) -> bool:
-        wanted = sequence.max_stored_tokens if self._needs_protection(sequence) else sequence.num_known
-        return self._tables.blocks_for(wanted) + num_owed <= self._tables.num_available
+    def _make_room(self, draft: Draft, num_completed: int) -> None:
+        """Let running sequences give way to the next waiting one, where the policy says so and it suffices."""
+        head = self._waiting.head
+        if head is None or not self.batch.has_free_row or head.newest_step > num_completed:
+            return
+        victims = [s for s in self.batch if not self.tables.is_protected(s.number) and self._policy.may_evict(head, s)]
+        if not victims:
+            return
+        num_owed, hits = self._num_owed_blocks(), self.cache.find(head)
+        missing = self._num_missing(head, hits, num_owed)
+        if missing <= 0 or missing > sum(self.tables.num_freed(s.number) for s in victims):
+            return
+        for victim in sorted(victims, key=self._policy.yields_first):
+            if self._num_missing(head, hits, num_owed) <= 0:
+                return
+            self._preempt(victim, draft)
+
+    def _choose_waiting(self, draft: Draft, num_completed: int) -> None:
+        num_owed: int | None = None
+        while draft.num_left > 0 and self.batch.has_free_row and (head := self._waiting.head) is not None:
+            if head.newest_step > num_completed:  # preempted, and ids of it are still under way
+                return
+            new_ids = num_new_ids(head)
+            if draft.entered and draft.num_new_ids + new_ids > MAX_NEW_IDS:
+                return
+            if num_owed is None:
+                num_owed = self._num_owed_blocks()
+            hits = self.cache.find(head)
+            if self._num_missing(head, hits, num_owed) > 0:
+                return
+            draft.num_new_ids += new_ids
+            self._enter(head, hits, draft)
+            if not self.tables.is_protected(head.number):
+                num_owed += self.tables.blocks_for(head.num_known) - len(self.tables.table(head.number))
+
+    def _enter(self, s: Sequence, hits: list[BlockId], draft: Draft) -> None:
+        self._waiting.remove(s)
+        self.batch.enter(s)
+        num_reserved = self.tables.blocks_for(s.plan_limit) - len(hits) if self._needs_protection(s) else None
+        self.tables.begin(s.number, hits, num_reserved)
+        s.num_cached = s.num_planned = s.num_confirmed = len(hits) * self.limits.block_size
+        s.num_published = len(hits)
+        s.publishes = s.uses_cache
+        self.num_recomputed_tokens += max(0, min(s.num_furthest, s.num_known) - s.num_cached)
+        self._extend(s, draft.offer(s.num_known - s.num_cached), draft)
+        draft.entered.append(s)
+        self.cache.publish(s, s.num_planned)
+        if s.num_planned == s.num_prompt and s.request.held:
+            self._release_siblings(s, draft)
+
+    def _num_missing(self, sequence: Sequence, hits: list[BlockId], num_owed: int) -> int:
+        """Return how many blocks too few there are to admit a sequence."""
+        wanted = sequence.plan_limit if self._needs_protection(sequence) else sequence.num_known
+        return self.tables.num_wanted(wanted, hits) + num_owed - self.tables.num_available
 
     def _needs_protection(self, sequence: Sequence) -> bool:
         return sequence.num_preemptions >= self._max_preemptions
 
-    def _num_owed_blocks(self, chosen: dict[Sequence, int]) -> int:
+    def _num_owed_blocks(self) -> int:
         """Return the blocks that running sequences need for tokens they know: admitted prompts are not squeezed out."""
         owed = 0
         for s in self.batch:
-            if s.num_planned + chosen.get(s, 0) < s.num_known and not self._tables.is_protected(s.number):
-                owed += self._tables.blocks_for(s.num_known) - len(self._tables.table(s.number))
+            if s.num_planned < s.num_known and not self.tables.is_protected(s.number):
+                owed += self.tables.blocks_for(s.num_known) - len(self.tables.table(s.number))
         return owed
 
-    def _commit(self, step: int, chosen: dict[Sequence, int], entered: list[Sequence]) -> BuiltPlan:
-        rows: list[PlannedRow] = []
+    # Choices of one request
+
+    def _release_siblings(self, leader: Sequence, draft: Draft) -> None:
+        """Let the other choices wait for nothing but their turn; those whose turn it is start from the leader's blocks.
+
+        What is left in the queue finds the prompt in the prefix cache later.
+        """
+        siblings = leader.request.held
+        for sibling in siblings:
+            sibling.status = Status.WAITING
+            self._waiting.add(sibling)
+        leader.num_fast = min(len(self.tables.table(leader.number)) * self.limits.block_size, leader.plan_limit)
+        if self._needs_protection(leader) or leader.num_planned != leader.num_expected - 1:
+            return
+        num_owed = self._num_owed_blocks()
+        for sibling in siblings:
+            num_owed += 1  # its next token takes a block, a copy of the last one or a new one
+            has_room = self.batch.has_free_row and num_owed <= self.tables.num_available
+            if not has_room or self._needs_protection(sibling) or self._waiting.head is not sibling:
+                return
+            self._fork(leader, sibling, draft)
+
+    def _fork(self, source: Sequence, target: Sequence, draft: Draft) -> None:
+        self._waiting.remove(target)
+        self.batch.enter(target)
+        self.tables.fork(source.number, target.number)
+        target.num_planned, target.num_confirmed = source.num_planned, source.num_confirmed
+        target.num_expected = target.num_known + 1
+        target.num_blocks_sent = len(self.tables.table(target.number))
+        target.num_cached, target.num_published = source.num_cached, source.num_published
+        target.publishes = source.publishes
+        target.keys = list(source.keys)
+        if source.num_planned % self.limits.block_size:
+            # The last block is shared: whoever writes to it next copies it first.
+            source.num_fast = target.num_fast = 0
+        else:
+            target.num_fast = min(source.num_planned, target.plan_limit)
+        draft.forks.append(Fork(source, target))
+
+    # The plan
+
+    def _commit(self, draft: Draft) -> BuiltPlan:
         append_row: list[Row] = []
         append_block: list[BlockId] = []
-        sampled: list[Row] = []
-        block_size = self.limits.block_size
-        for sequence, num_tokens in chosen.items():
-            if (row := sequence.row) is None:
-                raise InvariantViolation(f"{sequence.request.name}/{sequence.choice} is planned, but has no row")
-            sequence.num_planned += num_tokens
-            if sequence.num_planned > sequence.num_blocks_sent * block_size:
-                table = self._tables.table(sequence.number)
-                new_blocks = table[sequence.num_blocks_sent :]
-                append_row += [row] * len(new_blocks)
-                append_block += new_blocks
-                sequence.num_blocks_sent = len(table)
-            sequence.newest_step = step
-            samples = sequence.num_planned == sequence.num_known + sequence.num_sampling
-            if samples:
-                sequence.num_sampling += 1
-                sampled.append(row)
-            rows.append(PlannedRow(sequence, row, num_tokens, samples, sequence.residency))
+        for s in draft.grown:
+            table = self.tables.table(s.number)
+            new_blocks = table[s.num_blocks_sent :]
+            append_row += [row_of(s)] * len(new_blocks)
+            append_block += new_blocks
+            s.num_blocks_sent = len(table)
         plan = StepPlan(
             epoch=self._epoch,
-            step=step,
-            row=pack_ints(r.row for r in rows),
-            num_tokens=pack_ints(chosen.values()),
-            flags=pack_ints(FLAG_SAMPLE if r.samples else 0 for r in rows),
-            new_rows=tuple(_new_row(sequence) for sequence in entered),
+            step=draft.step,
+            row=pack_ints([row_of(s) for s in draft.sequences]),
+            num_tokens=pack_ints(draft.counts),
+            flags=pack_ints(draft.flags),
+            new_rows=tuple(new_row(s) for s in draft.entered),
+            copy_row=pack_ints([row_of(s) for s in draft.copies]),
+            copy_src=pack_ints([source for source, _ in draft.copies.values()]),
+            copy_dst=pack_ints([target for _, target in draft.copies.values()]),
             append_row=pack_ints(append_row),
             append_block=pack_ints(append_block),
+            fork_src=pack_ints([row_of(fork.source) for fork in draft.forks]),
+            fork_dst=pack_ints([row_of(fork.target) for fork in draft.forks]),
+            fork_choice=pack_ints([fork.target.choice for fork in draft.forks]),
             freed_rows=pack_ints(self.batch.take_freed_rows()),
         )
-        return BuiltPlan(plan, PlanRecord(step, rows, pack_ints(sampled)), entered)
-
-
-def _num_new_ids(sequence: Sequence) -> int:
-    """Return the column elements (4 bytes each) that a sequence's new row brings: its ids and its sampling lists."""
-    sampling = sequence.request.sampling
-    columns = (
-        sampling.allowed_token_ids,
-        sampling.stop_token_ids,
-        sampling.logit_bias_ids,
-        sampling.logit_bias_values,
-    )
-    return sequence.num_known + sum(map(column_length, columns))
-
-
-def _new_row(sequence: Sequence) -> NewRow:
-    request = sequence.request
-    if sequence.row is None:
-        raise InvariantViolation(f"{request.name}/{sequence.choice} enters, but has no row")
-    return NewRow(
-        row=sequence.row,
-        request=request.name,
-        choice=sequence.choice,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_computed_tokens=0,
-        token_ids=sequence.token_ids(),
-        sampling=request.sampling,
-    )
+        self._policy.on_planned(draft.sequences, draft.counts)
+        return BuiltPlan(plan, draft.record(), draft.entered + [fork.target for fork in draft.forks])

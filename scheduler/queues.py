@@ -13,26 +13,32 @@ _place = itemgetter(0)
 
 
 class WaitingQueue:
-    """Sequences without a row. Its bounds are kept at admission, where requests are counted (state.py)."""
+    """Sequences without a row, by lane. Its bounds are kept at admission, where requests are counted (state.py)."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._entries: list[tuple[Place, Sequence]] = []
+        self._lanes: dict[str, list[tuple[Place, Sequence]]] = {}
+        self._size = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for _, sequence in self._entries)
+        return (sequence for lane in self._lanes.values() for _, sequence in lane)
 
     @property
     def head(self) -> Sequence | None:
         """The sequence whose turn is next."""
-        return self._entries[0][1] if self._entries else None
+        lanes, rank = self._lanes, self._policy.rank
+        if len(lanes) <= 1:
+            return next((lane[0][1] for lane in lanes.values()), None)
+        return min(lanes.items(), key=lambda item: (rank(item[0]), item[1][0][0]))[1][0][1]
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence in its place."""
-        insort(self._entries, (self._policy.place(sequence), sequence), key=_place)
+        lane = self._lanes.setdefault(self._policy.lane(sequence), [])
+        insort(lane, (self._policy.place(sequence), sequence), key=_place)
+        self._size += 1
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out.
@@ -40,10 +46,15 @@ class WaitingQueue:
         Raises:
             InvariantViolation: it is not here.
         """
-        index = bisect_left(self._entries, self._policy.place(sequence), key=_place)
-        if index == len(self._entries) or self._entries[index][1] is not sequence:
+        name = self._policy.lane(sequence)
+        lane = self._lanes.get(name, [])
+        index = bisect_left(lane, self._policy.place(sequence), key=_place)
+        if index == len(lane) or lane[index][1] is not sequence:
             raise InvariantViolation(f"{sequence.request.name}/{sequence.choice} does not wait")
-        del self._entries[index]
+        del lane[index]
+        if not lane:
+            del self._lanes[name]
+        self._size -= 1
 
     def check(self) -> None:
         """Prove the order and that all wait.
@@ -51,8 +62,10 @@ class WaitingQueue:
         Raises:
             InvariantViolation: they do not.
         """
-        places = [place for place, _ in self._entries]
-        if any(a >= b for a, b in pairwise(places)):
-            raise InvariantViolation("the waiting queue is out of order")
+        if self._size != sum(map(len, self._lanes.values())):
+            raise InvariantViolation(f"the waiting queue counts {self._size} sequences and holds another number")
+        for lane in self._lanes.values():
+            if not lane or any(a >= b for (a, _), (b, _) in pairwise(lane)):
+                raise InvariantViolation("the waiting queue is out of order, or holds an empty lane")
         if any(s.status is not Status.WAITING or s.row is not None for s in self):
             raise InvariantViolation("a sequence in the waiting queue does not wait")

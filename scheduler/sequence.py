@@ -10,11 +10,14 @@ from enum import Enum, auto
 from octavo.wire.columns import pack_ints
 from octavo.wire.ids import Handle, Row, SessionId
 from octavo.wire.plan import RowSampling
+from octavo.wire.prefix import KEY_BYTES, block_key
 
 
 class Status(Enum):
     """Where a sequence is."""
 
+    HELD = auto()
+    """Waiting for the first choice's prompt to be computed, to start from its blocks."""
     WAITING = auto()
     """In the waiting queue, without a row: new, preempted, or put back after a worker's loss."""
     RUNNING = auto()
@@ -40,6 +43,11 @@ class Request:
     deadline: float
     """Monotonic time; infinite without one."""
     is_replay: bool
+    caller: str = ""
+    priority: int = 0
+    prefix_root: bytes = b""
+    """Empty: nothing of it is shared or found."""
+    prefix_keys: bytes = b""
     sequences: list["Sequence"] = field(default_factory=list)
     num_unfinished: int = 0
     is_started: bool = False
@@ -55,13 +63,19 @@ class Request:
         """What it counts in the bound of the waiting queue."""
         return self.num_prompt_tokens * len(self.sequences)
 
+    @property
+    def held(self) -> list["Sequence"]:
+        """Choices that wait for the prompt of another one."""
+        return [s for s in self.sequences if s.status is Status.HELD]
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of a request.
 
-    The law: num_confirmed <= num_planned <= num_known + num_sampling, where `num_known` counts prompt and confirmed
-    output, and `num_sampling` the tokens that outstanding plans draw.
+    The law: num_confirmed <= num_planned <= num_expected; num_known counts prompt and confirmed output, num_expected
+    also the tokens that outstanding plans draw. The fields are what a step touches for each of hundreds of sequences:
+    those of the request that it needs are repeated here.
     """
 
     request: Request
@@ -70,60 +84,94 @@ class Sequence:
     """Unique among all sequences of this scheduler."""
     output_ids: list[int]
     num_known: int
+    num_expected: int
+    num_prompt: int
+    plan_limit: int
+    """Most tokens that are ever computed: the last one that it may output is not, since nothing follows it."""
+    handle: Handle
+    frontend: SessionId
+    stop_ids: frozenset[int]
     status: Status = Status.WAITING
     row: Row | None = None
     num_planned: int = 0
-    """Tokens from position 0 on whose computation has been planned for the present row."""
+    """Tokens from position 0 on whose computation has been planned for the present row, or which were found."""
     num_confirmed: int = 0
     """Of these, tokens whose results are back."""
-    num_sampling: int = 0
+    num_fast: int = 0
+    """Up to here one more token can be planned without a look at blocks, siblings or the end of the output."""
     num_blocks_sent: int = 0
     """Blocks of its table that the worker has been told."""
     residency: int = 0
     """Counts the rows it has had: the result of an earlier one confirms nothing of the present one."""
     newest_step: int = 0
-    """Newest plan of this epoch that names it."""
+    """No plan of this epoch after this one names it; of use while it waits."""
+    void_through: int = 0
+    """What plans of this epoch up to this one draw for it does not count: it was drawn from broken blocks."""
     num_preemptions: int = 0
+    num_furthest: int = 0
+    """Most tokens that were ever planned for it: what is planned again below is recomputed."""
+    keys: list[bytes] = field(default_factory=list)
+    """Of its first blocks, as far as they are known."""
+    num_published: int = 0
+    """Blocks of the present table that can be found, or that need not be published."""
+    num_cached: int = 0
+    """Tokens that were found when it took its present row."""
+    uses_cache: bool = True
+    """Whether blocks are looked up for it; not after it faulted on blocks that it had found."""
+    publishes: bool = True
+    """Whether blocks of the present table are published; not after a reset of the cache."""
     first_planned_at: float | None = None
     first_token_at: float | None = None
 
     @property
-    def num_plannable(self) -> int:
-        """Tokens that can be planned now: up to the end of what is known or being drawn.
-
-        The last token that it may output is never computed: nothing follows it.
-        """
-        if len(self.output_ids) + self.num_sampling >= self.request.max_output_tokens:
-            return 0
-        return self.num_known + self.num_sampling - self.num_planned
+    def num_sampling(self) -> int:
+        """Tokens that outstanding plans draw."""
+        return self.num_expected - self.num_known
 
     @property
-    def max_stored_tokens(self) -> int:
-        """Most tokens whose keys and values it can ever need at once."""
-        return self.request.num_prompt_tokens + self.request.max_output_tokens - 1
+    def num_plannable(self) -> int:
+        """Tokens that can be planned now: up to the end of what is known or being drawn."""
+        return min(self.num_expected, self.plan_limit) - self.num_planned
 
     def token_ids(self) -> bytes:
         """Return prompt and confirmed output as a column."""
         return self.request.prompt_ids + pack_ints(self.output_ids)
 
-    def confirm(self, token: int) -> None:
-        """Append a drawn token whose result is back."""
-        self.output_ids.append(token)
-        self.num_known += 1
+    def load_keys(self) -> None:
+        """Make the keys that came with the request those of the first blocks."""
+        keys = self.request.prefix_keys
+        self.keys = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+
+    def parent_key(self, index: int) -> bytes:
+        """Return the key that a block's key is chained on."""
+        return self.keys[index - 1] if index else self.request.prefix_root
+
+    def hash_block(self, index: int, block_size: int) -> bytes:
+        """Return the key of a block whose ids are all known, as is the key of the block before it."""
+        begin, end = index * block_size, (index + 1) * block_size
+        num_prompt = self.num_prompt
+        ids = self.request.prompt_ids[4 * begin : 4 * end]
+        if end > num_prompt:
+            ids += pack_ints(self.output_ids[max(0, begin - num_prompt) : end - num_prompt])
+        return block_key(self.parent_key(index), ids)
 
     def take_row(self, row: Row) -> None:
         """Enter the batch."""
         self.status = Status.RUNNING
         self.row = row
 
-    def leave_row(self, status: Status) -> None:
+    def leave_row(self, status: Status, newest_step: int) -> None:
         """Leave the batch; nothing is computed any more, tokens that outstanding plans draw still count."""
         self.status = status
         self.row = None
-        self.num_planned = self.num_confirmed = self.num_blocks_sent = 0
+        self.num_furthest = max(self.num_furthest, self.num_planned)
+        self.num_planned = self.num_confirmed = self.num_blocks_sent = self.num_fast = 0
+        self.num_published = self.num_cached = 0
+        self.newest_step = newest_step
         self.residency += 1
 
-    def forget_epoch(self) -> None:
-        """Void what outstanding plans would have drawn: their worker is gone."""
-        self.num_sampling = 0
+    def void_draws(self, through: int) -> None:
+        """Let nothing count that plans up to `through` would still draw."""
+        self.num_expected = self.num_known
+        self.void_through = through
         self.newest_step = 0

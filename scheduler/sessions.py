@@ -2,10 +2,12 @@
 out as events."""
 
 import logging
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import NoReturn, Protocol
 
 from octavo.scheduler.config import ConfigConflict, SchedulerConfig, resolve_limits
 from octavo.scheduler.events import (
+    CacheResetRequested,
     ChoiceStopped,
     Event,
     FrontendLost,
@@ -16,7 +18,7 @@ from octavo.scheduler.events import (
     WorkerReady,
 )
 from octavo.scheduler.peers import PeerRecord, Peers
-from octavo.wire.channel import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, RouterChannel
+from octavo.wire.channel import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S
 from octavo.wire.codec import Envelope, FromPeer, FromScheduler
 from octavo.wire.errors import SessionLost
 from octavo.wire.handshake import (
@@ -34,9 +36,9 @@ from octavo.wire.handshake import (
     WorkerState,
     WorkerWelcome,
 )
-from octavo.wire.ids import BootId, new_session_id
+from octavo.wire.ids import BootId, SessionId, new_session_id
 from octavo.wire.plan import StepResult
-from octavo.wire.requests import CancelRequest, FinishChoice, StatusRequest, SubmitRequest
+from octavo.wire.requests import CancelRequest, FinishChoice, ResetPrefixCache, StatusRequest, SubmitRequest
 from octavo.wire.session import Session
 
 RECEIVE_LIMIT = 256
@@ -53,14 +55,38 @@ NO_WORKER = "no worker is ready"
 _log = logging.getLogger(__name__)
 
 
+class Channel(Protocol):
+    """The way to all peers: what `octavo.wire.channel.RouterChannel` does, and the simulator's links as well."""
+
+    num_malformed: int
+
+    def receive(self, limit: int) -> Iterator[tuple[bytes, Envelope, FromPeer]]:
+        """Yield up to `limit` waiting messages with the identity of their sender."""
+        ...
+
+    def send(self, peer: bytes, message: FromScheduler, session: int = 0, number: int = 0) -> int:
+        """Queue a message for a peer; return its size in bytes.
+
+        Raises:
+            SessionLost: the peer is gone or does not keep up.
+        """
+        ...
+
+
 class Sessions:
-    """All peers of the scheduler, over one RouterChannel that this object owns.
+    """All peers of the scheduler, over one channel that nobody else sends on.
 
     The law: every session that begins is told to the core if the core holds anything for it (WorkerReady), and every
     one that ends, by whatever cause, exactly once (FrontendLost, WorkerLost).
     """
 
-    def __init__(self, channel: RouterChannel, config: SchedulerConfig, boot_id: BootId) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        config: SchedulerConfig,
+        boot_id: BootId,
+        new_session: Callable[[], SessionId] = new_session_id,
+    ) -> None:
         self.channel = channel
         self.peers = Peers()
         self.facts: ServiceFacts | None = None
@@ -70,6 +96,7 @@ class Sessions:
         self.num_strays = 0  # messages of sessions that do not exist
         self._config = config
         self._boot_id = boot_id
+        self._new_session = new_session
         self._events: list[Event] = []
         self._status_requests: list[tuple[PeerRecord, StatusRequest]] = []
         self._early_frontends: dict[bytes, FrontendHello] = {}  # told to wait until the first worker is ready
@@ -232,7 +259,7 @@ class Sessions:
         welcome: FrontendWelcome | WorkerWelcome,
         now: float,
     ) -> PeerRecord | None:
-        peer = PeerRecord(identity, Session(new_session_id()), hello, now)
+        peer = PeerRecord(identity, Session(self._new_session()), hello, now)
         try:
             self.channel.send(identity, welcome, peer.session.id)
         except SessionLost as error:
@@ -275,6 +302,8 @@ class Sessions:
                 self._events.append(RequestCancelled(peer.session.id, message))
             case FinishChoice() if not peer.is_worker:
                 self._events.append(ChoiceStopped(peer.session.id, message))
+            case ResetPrefixCache() if not peer.is_worker:
+                self._events.append(CacheResetRequested(peer.session.id, message))
             case StatusRequest() if not peer.is_worker:
                 self._status_requests.append((peer, message))
             case _:

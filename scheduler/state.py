@@ -1,5 +1,6 @@
 """The table of live requests, and how many of them count against the bounds of the waiting queue."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from octavo.scheduler.errors import InvariantViolation
@@ -19,6 +20,8 @@ class RequestTable:
         self.num_unstarted_tokens = 0
         self.num_unstarted_replays = 0
         self._by_frontend: dict[SessionId, dict[Handle, Request]] = {}
+        self._num_of_caller: Counter[str] = Counter()
+        self._waiting_tokens_of_caller: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return sum(len(requests) for requests in self._by_frontend.values())
@@ -35,9 +38,18 @@ class RequestTable:
         """Return a frontend's live requests."""
         return list(self._by_frontend.get(frontend, {}).values())
 
+    def num_of_caller(self, caller: str) -> int:
+        """Return how many live requests a caller has."""
+        return self._num_of_caller[caller]
+
+    def waiting_tokens_of_caller(self, caller: str) -> int:
+        """Return the tokens, as the bounds count them, of a caller's requests that no plan has named."""
+        return self._waiting_tokens_of_caller[caller]
+
     def add(self, request: Request) -> None:
         """Admit a request."""
         self._by_frontend.setdefault(request.frontend, {})[request.handle] = request
+        self._num_of_caller[request.caller] += 1
         self._count(request, 1)
 
     def mark_started(self, request: Request) -> None:
@@ -51,6 +63,7 @@ class RequestTable:
         del requests[request.handle]
         if not requests:
             del self._by_frontend[request.frontend]
+        _change(self._num_of_caller, request.caller, -1)
         self._count(request, -1)
 
     def check(self) -> None:
@@ -65,6 +78,11 @@ class RequestTable:
         counted = (self.num_unstarted, self.num_unstarted_tokens, self.num_unstarted_replays)
         if found != counted:
             raise InvariantViolation(f"unstarted requests, tokens, replays are {found}, counted {counted}")
+        tokens: Counter[str] = Counter()
+        for request in new:
+            tokens[request.caller] += request.num_queued_tokens
+        if self._num_of_caller != Counter(r.caller for r in self) or self._waiting_tokens_of_caller != tokens:
+            raise InvariantViolation(f"callers have {self._num_of_caller} requests, {tokens} tokens that wait")
 
     def _count(self, request: Request, sign: int) -> None:
         if request.is_started:
@@ -74,3 +92,11 @@ class RequestTable:
         else:
             self.num_unstarted += sign
             self.num_unstarted_tokens += sign * request.num_queued_tokens
+            _change(self._waiting_tokens_of_caller, request.caller, sign * request.num_queued_tokens)
+
+
+def _change(counter: Counter[str], caller: str, amount: int) -> None:
+    """Change a count, and forget the caller with the last of it."""
+    counter[caller] += amount
+    if not counter[caller]:
+        del counter[caller]

@@ -5,22 +5,25 @@ from collections.abc import Mapping, Sequence
 
 from octavo.scheduler.blocks import BlockPool
 from octavo.scheduler.errors import InvariantViolation
+from octavo.scheduler.prefix import PrefixIndex
 from octavo.wire.ids import BlockId
 
 
 class BlockTables:
     """The tables of all sequences with blocks, named by sequence number.
 
-    The law: a table has exactly the blocks that its planned tokens need; reserved blocks are free ones that only the
-    sequence they are reserved for may take.
+    The law: a table has exactly the blocks that its planned tokens need; a block that several tables name or that can
+    be found is never written; reserved blocks are free ones that only the sequence they are reserved for may take.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, index: PrefixIndex, block_size: int) -> None:
         self._pool = pool
+        self._index = index
         self._block_size = block_size
         self._tables: dict[int, list[BlockId]] = {}
         self._reserved: dict[int, int] = {}
         self._num_reserved = 0
+        self._pinned: list[BlockId] = []
 
     @property
     def num_available(self) -> int:
@@ -39,9 +42,43 @@ class BlockTables:
         """Say whether blocks are reserved for a sequence, so that its growth never fails."""
         return number in self._reserved
 
-    def can_grow(self, number: int, num_tokens: int) -> bool:
-        """Say whether a sequence's table can be made to hold `num_tokens` tokens."""
-        missing = self.blocks_for(num_tokens) - len(self._tables.get(number, ()))
+    def num_wanted(self, num_tokens: int, hits: Sequence[BlockId]) -> int:
+        """Return the free blocks that `num_tokens` tokens would take, found ones that nobody uses among them."""
+        in_use = sum(self._pool.count(block) > 0 for block in hits)
+        return self.blocks_for(num_tokens) - in_use
+
+    def num_freed(self, number: int) -> int:
+        """Return the blocks that releasing a sequence would free."""
+        return sum(self._pool.count(block) == 1 for block in self.table(number))
+
+    def begin(self, number: int, hits: Sequence[BlockId], num_reserved: int | None = None) -> None:
+        """Begin a sequence's table with blocks that were found.
+
+        Args:
+            number: of a sequence without a table.
+            hits: its first blocks.
+            num_reserved: further blocks to reserve, enough for its greatest length; None: it can be preempted.
+        """
+        for block in hits:
+            self._pool.share(block)
+        self._tables[number] = list(hits)
+        if num_reserved is not None:
+            self._reserved[number] = num_reserved
+            self._num_reserved += num_reserved
+
+    def must_copy(self, number: int, begin: int) -> bool:
+        """Say whether the block that holds position `begin` must be copied before it is written there."""
+        if begin % self._block_size == 0:
+            return False
+        last = self._tables[number][-1]
+        return self._pool.count(last) > 1 or self._index.has(last)
+
+    def can_grow(self, number: int, begin: int, end: int) -> bool:
+        """Say whether positions `begin` to `end` can be given blocks, a copy of a shared one among them."""
+        table = self._tables[number]
+        missing = self.blocks_for(end) - len(table)
+        if table and self.must_copy(number, begin):
+            missing += 1
         return missing <= 0 or missing <= self._reserved.get(number, 0) or missing <= self.num_available
 
     def grow(self, number: int, num_tokens: int) -> None:
@@ -50,42 +87,74 @@ class BlockTables:
         Raises:
             OutOfBlocks: it cannot.
         """
-        table = self._tables.setdefault(number, [])
+        table = self._tables[number]
         for _ in range(self.blocks_for(num_tokens) - len(table)):
-            table.append(self._pool.take())
-            if number in self._reserved:
-                self._reserved[number] -= 1
-                self._num_reserved -= 1
+            table.append(self._take(number))
 
-    def reserve(self, number: int, num_blocks: int) -> None:
-        """Reserve blocks for a sequence that has none yet, enough for its greatest length."""
-        self._reserved[number] = num_blocks
-        self._num_reserved += num_blocks
+    def copy_last(self, number: int) -> tuple[BlockId, BlockId]:
+        """Replace a table's last block by one of its own; return the block to copy from and the one to copy to.
+
+        The source stays as it is until `unpin`: nobody can take it for a target within the same plan.
+
+        Raises:
+            OutOfBlocks: none is free; `can_grow` was not asked.
+        """
+        source = self._tables[number][-1]
+        target = self._take(number)
+        self._tables[number][-1] = target
+        self._pinned.append(source)
+        return source, target
+
+    def unpin(self) -> None:
+        """Let go of the sources of copies: the plan that copies them is complete."""
+        for block in self._pinned:
+            self._free(block)
+        self._pinned.clear()
+
+    def fork(self, source: int, target: int) -> None:
+        """Let a sequence without a table begin with all blocks of another one."""
+        self.begin(target, self._tables[source])
 
     def release(self, number: int) -> None:
         """Free a sequence's blocks, the last ones first, and what was reserved for it."""
         for block in reversed(self._tables.pop(number, [])):
-            self._pool.free(block)
+            self._free(block)
         self._num_reserved -= self._reserved.pop(number, 0)
 
     def check(self, num_tokens: Mapping[int, int]) -> None:
-        """Prove tables and pool against the planned tokens of the running sequences, by number.
+        """Prove tables, index and pool against the planned tokens of the running sequences, by number.
 
         Raises:
             InvariantViolation: a table has the wrong length or names a block twice, or the pool disagrees.
         """
-        if set(self._tables) - set(num_tokens):
-            raise InvariantViolation(f"sequences {set(self._tables) - set(num_tokens)} hold blocks without a row")
+        if set(self._tables) != set(num_tokens):
+            raise InvariantViolation(
+                f"sequences {set(self._tables) ^ set(num_tokens)} hold blocks or run, but not both"
+            )
         references: Counter[BlockId] = Counter()
         for number, tokens in num_tokens.items():
-            table = self._tables.get(number, [])
+            table = self._tables[number]
             if len(table) != self.blocks_for(tokens):
                 raise InvariantViolation(f"sequence {number}: {len(table)} blocks for {tokens} tokens")
             if len(set(table)) != len(table):
                 raise InvariantViolation(f"sequence {number} names a block twice: {table}")
             references.update(table)
         self._pool.check(references)
+        self._index.check()
+        if self._pinned:
+            raise InvariantViolation(f"blocks {self._pinned} are pinned between plans")
         if self._num_reserved != sum(self._reserved.values()) or min(self._reserved.values(), default=0) < 0:
             raise InvariantViolation(f"reservations {self._reserved} do not make {self._num_reserved}")
         if not 0 <= self._num_reserved <= self._pool.num_free or set(self._reserved) - set(num_tokens):
             raise InvariantViolation(f"{self._num_reserved} blocks reserved of {self._pool.num_free} free ones")
+
+    def _take(self, number: int) -> BlockId:
+        block = self._pool.take()
+        self._index.drop(block)
+        if number in self._reserved:
+            self._reserved[number] -= 1
+            self._num_reserved -= 1
+        return block
+
+    def _free(self, block: BlockId) -> None:
+        self._pool.free(block, can_be_found=self._index.has(block))

@@ -28,8 +28,11 @@ class PlanTrace:
         """Write a plan that is being sent; `figures` are the core's when all plans of this turn had been built."""
         if self._file is None:
             return
-        self._names |= {new.row: f"{new.request}/{new.choice}" for new in plan.new_rows}
+        names = self._names
+        names |= {new.row: f"{new.request}/{new.choice}" for new in plan.new_rows}
         rows, counts = unpack_ints(plan.row), unpack_ints(plan.num_tokens)
+        forks = zip(*map(unpack_ints, (plan.fork_src, plan.fork_dst, plan.fork_choice)), strict=True)
+        names |= {target: f"{names.get(source, '').partition('/')[0]}/{choice}" for source, target, choice in forks}
         self._write(
             {
                 "plan": plan.step,
@@ -40,8 +43,11 @@ class PlanTrace:
                     for row, count in zip(rows, counts, strict=True)
                 ],
                 "num_new": len(plan.new_rows),
+                "cached_tokens": sum(new.num_computed_tokens for new in plan.new_rows),
+                "forked_rows": list(unpack_ints(plan.fork_dst)),
                 "freed_rows": list(unpack_ints(plan.freed_rows)),
                 "appended_blocks": column_length(plan.append_block),
+                "copied_blocks": column_length(plan.copy_dst),
                 "free_blocks": figures.num_free_blocks,
                 "running": figures.num_running,
                 "waiting": figures.num_waiting,

@@ -1,4 +1,4 @@
-"""One plan to one result: delta, forward pass, sampling."""
+"""One plan to one result: delta, block copies, forward pass, forks, sampling."""
 
 import time
 
@@ -47,6 +47,8 @@ class Runner:
         sampled: list[Sampled] = []
         if planned.batch.input_ids.numel():
             logits = self._model.forward(planned.batch, self._caches)
+            if planned.logits_of is not None:
+                logits = logits[planned.logits_of]
             states = [self.rows.state(row) for row in planned.sampling_rows]
             sampled = sample(
                 self._ops,

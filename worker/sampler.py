@@ -5,6 +5,7 @@ depends on seed, choice and output position alone. Log-probabilities are of the 
 cost nothing more than the most likely id.
 """
 
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,12 @@ class RowSampler:
         self.has_penalties = (
             parameters.presence_penalty != 0 or parameters.frequency_penalty != 0 or parameters.repetition_penalty != 1
         )
+
+    def fork(self, choice: int) -> "RowSampler":
+        """Return a sampler with the same parameters for another choice."""
+        other = copy(self)
+        other.choice = choice
+        return other
 
     def holds_back_stops(self, num_output: int) -> bool:
         """Say whether stop ids must not be drawn yet."""

@@ -39,6 +39,8 @@ BAD: list[tuple[dict[str, Any], str, str, list[str]]] = [
         "INVALID_ARGUMENT",
         ["300"],
     ),
+    ({"text": "x", "priority": -5}, "input.priority", "INVALID_ARGUMENT", ["-5", "'priority'", "'fcfs'"]),
+    ({"text": "x", "cacheSalt": "é" * 129}, "input.cache_salt", "INVALID_ARGUMENT", ["258 bytes", "256"]),
     ({"chat": {}}, "input.chat.messages", "INVALID_ARGUMENT", ["at least one message"]),
     ({"chat": {"messages": [{"content": "x"}]}}, "input.chat.messages[0].role", "INVALID_ARGUMENT", ["role"]),
 ]
@@ -258,6 +260,28 @@ async def test_slow_readers_are_cut_off_and_others_are_not(small: Service, sched
     assert "256" in found.message
     assert await scheduler.next(CancelRequest) == CancelRequest(quick_request.handle)
     await small.until_idle()
+
+
+@pytest.mark.parametrize("chunk", [None, 65536])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_who_wants_neither_text_nor_ids_is_no_slow_reader(
+    small: Service, scheduler: ScriptedScheduler, chunk: int | None, n: int
+) -> None:
+    """There is nothing to read of such tokens: they wait for the end, however many."""
+    call = small.stream(
+        text="x", chunk=chunk, sampling={"n": n}, output={"detokenize": False}, stopping={"maxTokens": 250}
+    )
+    request = await scheduler.next(SubmitRequest)
+    scheduler.start_request(request)
+    for choice in range(n):
+        scheduler.emit(request, [97] * 200, choice=choice)
+    for choice in range(n):
+        scheduler.emit(request, [97] * 50, choice=choice, position=200, finish=FinishReason.LENGTH)
+    found = await collect(call)
+    assert [end.completion_tokens for end in found.finished.values()] == [250] * n
+    assert set(found.text.values()) <= {""}
+    await small.until_idle()
+    assert scheduler.nothing_came()
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,8 @@ async def test_streams_survive_the_scheduler(service: Service, scheduler: Script
         assert {i: bytes(ids) for i, ids in rest.ids.items()} == {0: b"abcd", 1: b"XY"}
         assert rest.started is not None
         assert rest.started.cached_prompt_tokens == 1
-        assert rest.finished[0].usage.completion_tokens == 6
+        usage = rest.finished[0].usage
+        assert (usage.completion_tokens, usage.cached_prompt_tokens) == (6, 1)  # the second scheduler said 0
         await service.until_idle()
         assert second.nothing_came()
 
@@ -216,13 +217,15 @@ async def test_status(service: Service, scheduler: ScriptedScheduler) -> None:
         ProcessInfo("scheduler", 7, "5c4ed0000000b001", 0, "ready"),
         ProcessInfo("frontend", 8, client.boot_id, client.epoch, "ready"),
     )
-    scheduler.send(StatusReport(asked.tag_id, processes, 1, 2, 64, 60, 16, 99, 3))
+    scheduler.send(StatusReport(asked.tag_id, processes, 1, 2, 64, 60, 16, 99, 3, 40, 1000, 250, 17, 1))
     status = await call
     assert (status.ready, list(status.models), status.max_model_len) == (True, ["tiny", "alias"], 256)
     assert [process.role for process in status.processes] == ["scheduler", "frontend"]
     held = status.scheduler
     assert (held.running_requests, held.waiting_requests, held.total_blocks, held.free_blocks) == (1, 2, 64, 60)
     assert (held.block_size, held.steps, held.preemptions) == (16, 99, 3)
+    assert (held.cached_blocks, held.prompt_tokens, held.cached_prompt_tokens) == (40, 1000, 250)
+    assert (held.recomputed_tokens, held.failed_checks) == (17, 1)
 
 
 async def test_status_does_not_wait_for_ever(tiny_model: Path, scheduler: ScriptedScheduler, address: str) -> None:

@@ -3,18 +3,21 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.simulate.model import make_facts
 from octavo.v1 import admin_pb2
+from octavo.v1 import generation_pb2 as pb
 from octavo.wire.model_digest import model_digest
 from tests.support.fake_frontend import LoopThread
-from tests.support.fake_model import make_facts
 from tests.support.fake_worker import FakeWorker
-from tests.support.frontend_client import WAIT_S, Collected, Service, collect, read, running_frontend
+from tests.support.frontend_client import WAIT_S, Collected, Service, collect, read, refusal, running_frontend
 from tests.support.tiny_tokenizers import VOCAB_SIZE
 
 FACTS = make_facts(vocab_size=VOCAB_SIZE, max_model_len=256, num_blocks=65, block_size=16, max_num_seqs=8)
@@ -138,3 +141,66 @@ async def test_stop_strings_free_their_blocks(frontend: Service, config: Schedul
         assert [(c.text, c.stop_string) for c in response.choices] == [("bcdefg", "hij")] * 2
         assert response.usage.completion_tokens == 18
         await everything_is_free(frontend)
+
+
+async def test_prefixes_are_found_by_salt_until_the_cache_is_reset(frontend: Service, config: SchedulerConfig) -> None:
+    ids = [7] * 40  # two full blocks and a half
+
+    async def cached(salt: str = "") -> int:
+        response = await frontend.ask(tokenIds={"ids": ids}, stopping={"maxTokens": 1}, cacheSalt=salt)
+        number: int = response.usage.cached_prompt_tokens
+        return number
+
+    with LoopThread(config):
+        await frontend.until_health(serving=True)
+        assert [await cached() for _ in range(2)] == [0, 32]
+        assert [await cached("pepper") for _ in range(2)] == [0, 32]
+        status = await frontend.admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=WAIT_S)
+        held = status.scheduler
+        assert (held.cached_blocks, held.prompt_tokens, held.cached_prompt_tokens) == (4, 160, 64)
+        assert held.failed_checks == 0
+        reset = await frontend.admin.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest(), timeout=WAIT_S)
+        assert reset.dropped_blocks == 4
+        assert [await cached() for _ in range(2)] == [0, 32]
+        await everything_is_free(frontend)
+
+
+async def test_without_prefix_caching_nothing_is_found(frontend: Service, config: SchedulerConfig) -> None:
+    with LoopThread(replace(config, enable_prefix_caching=False)):
+        await frontend.until_health(serving=True)
+        for _ in range(2):
+            response = await frontend.ask(tokenIds={"ids": [7] * 40}, stopping={"maxTokens": 1})
+            assert response.usage.cached_prompt_tokens == 0
+        reset = await frontend.admin.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest(), timeout=WAIT_S)
+        assert reset.dropped_blocks == 0
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair", "priority"])
+async def test_priorities_are_taken_under_their_policy_alone(
+    frontend: Service, config: SchedulerConfig, policy: str
+) -> None:
+    with LoopThread(replace(config, scheduling_policy=policy)):
+        await frontend.until_health(serving=True)
+        call = frontend.ask(tokenIds={"ids": [7]}, stopping={"maxTokens": 3}, output={"tokenIds": True}, priority=-1)
+        if policy == "priority":
+            assert list((await call).choices[0].token_ids) == [8, 9, 10]
+        else:
+            found = await refusal(call)
+            assert (found.code, found.field) == (grpc.StatusCode.INVALID_ARGUMENT, "input.priority")
+
+
+async def test_the_requests_of_one_address_are_bounded(
+    frontend: Service, config: SchedulerConfig, worker: FakeWorker
+) -> None:
+    with LoopThread(replace(config, max_requests_per_caller=2)):
+        await frontend.until_health(serving=True)
+        worker.hold()
+        calls = [ask(frontend, i, 5) for i in range(2)]
+        for call in calls:
+            assert (await read_with_help(call, worker)).WhichOneof("event") == "started"
+        found = await refusal(ask(frontend, 3, 5))
+        assert (found.code, found.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        worker.release()
+        rest = [await collect(call, Collected(started=pb.Started())) for call in calls]
+        assert [collected.ids[0] for collected in rest] == [counted(i + 1, 5) for i in range(2)]
+        await collect(ask(frontend, 3, 5))

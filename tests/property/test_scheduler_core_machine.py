@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from octavo.wire.ids import SessionId
 from octavo.wire.requests import FailureCode
 from tests.support.core_driver import Client, CoreDriver, make_config
-from tests.support.fake_model import make_facts
+from octavo.scheduler.simulate.model import make_facts
 
 VOCAB = 50
 FAULTY_SEED = 99

@@ -25,6 +25,7 @@ from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import WorkerFacts
 from octavo.wire.ids import SessionId
 from octavo.wire.plan import StepPlan, StepResult
+from octavo.wire.prefix import root_key
 from octavo.wire.requests import (
     CancelRequest,
     FailureCode,
@@ -35,7 +36,7 @@ from octavo.wire.requests import (
     SubmitRequest,
 )
 from tests.support.fake_frontend import Received, make_submit
-from tests.support.fake_model import FakeModel, FaultRule, Rule, hash_rule, solo_run
+from octavo.scheduler.simulate.model import FakeModel, FaultRule, Rule, hash_rule, solo_run
 
 FRONTEND = SessionId(7)
 
@@ -50,6 +51,10 @@ def make_config(
     max_waiting_requests: int = 1024,
     max_waiting_tokens: int = 2**20,
     max_preemptions: int = 3,
+    scheduling_policy: str = "fcfs",
+    enable_prefix_caching: bool = True,
+    max_requests_per_caller: int = 0,
+    max_waiting_tokens_per_caller: int = 0,
 ) -> SchedulerConfig:
     """Return a configuration for the core alone."""
     return SchedulerConfig(
@@ -63,6 +68,10 @@ def make_config(
         max_waiting_requests=max_waiting_requests,
         max_waiting_tokens=max_waiting_tokens,
         max_preemptions=max_preemptions,
+        scheduling_policy=scheduling_policy,
+        enable_prefix_caching=enable_prefix_caching,
+        max_requests_per_caller=max_requests_per_caller,
+        max_waiting_tokens_per_caller=max_waiting_tokens_per_caller,
     )
 
 
@@ -171,6 +180,9 @@ class CoreDriver:
         seed: int = 0,
         deadline_s: float | None = None,
         is_faulty: bool = False,
+        caller: str = "",
+        priority: int = 0,
+        tenant: str | None = "",
     ) -> Client:
         """Send a request and expect its solo run."""
         self._next_handle += 1
@@ -183,6 +195,10 @@ class CoreDriver:
             min_tokens=min_tokens,
             seed=seed,
             deadline_s=deadline_s,
+            caller=caller,
+            priority=priority,
+            prefix_root=b"" if tenant is None else root_key("digest", tenant),
+            block_size=self.facts.block_size,
         )
         expected = [
             solo_run(
@@ -245,6 +261,10 @@ class CoreDriver:
                 seed=params.sampling.seed,
                 output_ids=outputs,
                 finished=sorted(finished),
+                caller=params.caller,
+                priority=params.priority,
+                prefix_root=params.prefix_root,
+                block_size=self.facts.block_size,
             )
             again = Client(
                 new_frontend,
@@ -321,6 +341,8 @@ class CoreDriver:
             del self._row_names[row]
         for new in plan.new_rows:
             self._row_names[new.row] = new.request
+        for source, target in zip(unpack_ints(plan.fork_src), unpack_ints(plan.fork_dst), strict=True):
+            self._row_names[target] = self._row_names[source]
         alive = {c.name for c in self.clients.values() if c.is_live}
         for row in unpack_ints(plan.row):
             assert self._row_names[row] in alive, f"plan {plan.step} names {self._row_names[row]}, which has ended"

@@ -19,6 +19,7 @@ from octavo.wire.handshake import PROTOCOL_VERSION, FrontendHello, WorkerState
 from octavo.wire.ids import new_boot_id
 from octavo.wire.peer import Peer, PeerEvent, SessionBegan, SessionEnded
 from octavo.wire.plan import RowSampling
+from octavo.wire.prefix import prompt_keys
 from octavo.wire.requests import (
     ChoiceFinished,
     ChoiceLogprobs,
@@ -45,6 +46,10 @@ def make_submit(
     output_ids: Sequence[Sequence[int]] = (),
     finished: Sequence[int] = (),
     logprobs: int = -1,
+    caller: str = "",
+    priority: int = 0,
+    prefix_root: bytes = b"",
+    block_size: int = 16,
 ) -> SubmitRequest:
     """Return a request as a frontend would send it."""
     stops = pack_ints(stop_ids)
@@ -58,6 +63,10 @@ def make_submit(
         output_ids=tuple(pack_ints(ids) for ids in output_ids),
         finished_choices=pack_ints(finished),
         deadline_s=deadline_s,
+        caller=caller,
+        priority=priority,
+        prefix_root=prefix_root,
+        prefix_keys=prompt_keys(prefix_root, pack_ints(prompt), block_size) if prefix_root else b"",
     )
 
 

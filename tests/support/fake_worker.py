@@ -29,7 +29,7 @@ from octavo.wire.handshake import PROTOCOL_VERSION, WorkerFacts, WorkerHello
 from octavo.wire.ids import BootId, new_boot_id
 from octavo.wire.peer import Peer, PeerEvent, PeerRefused, SessionBegan, SessionEnded, Waiting
 from octavo.wire.plan import StepPlan
-from tests.support.fake_model import FakeModel, FaultRule, make_facts
+from octavo.scheduler.simulate.model import FakeModel, FaultRule, make_facts
 
 NextToken = Callable[[Sequence[int]], int]
 WAIT_S = 30.0

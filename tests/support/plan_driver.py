@@ -1,5 +1,9 @@
-"""A scheduler in miniature for one worker's tests: keeps tables, counts and free blocks, and writes plans."""
+"""A scheduler in miniature for one worker's tests: keeps tables, counts and free blocks, and writes plans.
 
+It shares blocks when told to, and copies a block before a row writes where others read.
+"""
+
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -22,6 +26,14 @@ class DrivenRow:
     table: list[int] = field(default_factory=list)
 
 
+@dataclass
+class _Columns:
+    """Columns of the plan that is being written."""
+
+    append: list[tuple[int, int]] = field(default_factory=list)  # row, block
+    copy: list[tuple[int, int, int]] = field(default_factory=list)  # row, source, target
+
+
 class PlanDriver:
     """Writes valid plans; blocks are dealt in a shuffled order, so that tables matter."""
 
@@ -30,10 +42,13 @@ class PlanDriver:
         self._block_size = block_size
         self._free = list(range(1, num_blocks))
         Random(seed).shuffle(self._free)
+        self._num_holders: Counter[int] = Counter()
         self._epoch = epoch
         self._step = 0
         self._new: list[NewRow] = []
         self._freed: list[int] = []
+        self._cached_from: dict[int, DrivenRow] = {}
+        self._forks: list[tuple[int, int, int]] = []
 
     @classmethod
     def of(cls, runner: Runner, seed: int = 0) -> "PlanDriver":
@@ -42,32 +57,51 @@ class PlanDriver:
         return cls(limits.block_size, limits.num_blocks, seed=seed)
 
     def begin(
-        self, row: int, ids: Sequence[int], sampling: RowSampling = GREEDY, *, num_prompt: int = 0, choice: int = 0
+        self,
+        row: int,
+        ids: Sequence[int],
+        sampling: RowSampling = GREEDY,
+        *,
+        num_prompt: int = 0,
+        choice: int = 0,
+        num_cached: int = 0,
+        cached_from: DrivenRow | None = None,
     ) -> None:
-        """Give a row to a sequence in the next plan; `num_prompt` 0: all ids are the prompt."""
-        self._new.append(NewRow(row, f"row {row}", choice, num_prompt or len(ids), 0, pack_ints(ids), sampling))
-        self.rows[row] = DrivenRow(len(ids), 0)
+        """Give a row to a sequence in the next plan; `num_prompt` 0: all ids are the prompt.
+
+        The first `num_cached` tokens, whole blocks, are those of another row: a live one that comes earlier in that
+        plan, or one whose blocks nobody has taken since.
+        """
+        num_prompt = num_prompt or len(ids)
+        self._new.append(NewRow(row, f"row {row}", choice, num_prompt, num_cached, pack_ints(ids), sampling))
+        self.rows[row] = DrivenRow(len(ids), num_cached)
+        if cached_from is not None:
+            self._cached_from[row] = cached_from
 
     def end(self, row: int) -> None:
-        """Free a row in the next plan; its blocks can be taken by that plan."""
-        self._free += self.rows.pop(row).table
+        """Free a row in the next plan; blocks that nobody else names can be taken by that plan."""
+        for block in self.rows.pop(row).table:
+            self._drop(block)
         self._freed.append(row)
+
+    def fork(self, source: int, target: int, choice: int) -> None:
+        """Start a row from one that samples in the next plan."""
+        self._forks.append((source, target, choice))
 
     def plan(self, counts: dict[int, int]) -> StepPlan:
         """Write the plan that computes so many tokens of each row; a row that reaches its end samples."""
-        append_row: list[int] = []
-        append_block: list[int] = []
+        columns = _Columns()
         flags: list[int] = []
         for row, count in counts.items():
             state = self.rows[row]
-            state.num_computed += count
-            while len(state.table) * self._block_size < state.num_computed:
-                state.table.append(self._free.pop())
-                append_row.append(row)
-                append_block.append(state.table[-1])
+            self._extend(row, count, columns)
             samples = state.num_computed == state.num_known
             state.num_known += samples
             flags.append(FLAG_SAMPLE if samples else 0)
+        for source, target, _ in self._forks:
+            state = self.rows[source]
+            self.rows[target] = DrivenRow(state.num_known, state.num_computed, list(state.table))
+            self._num_holders.update(state.table)
         self._step += 1
         plan = StepPlan(
             epoch=self._epoch,
@@ -76,12 +110,46 @@ class PlanDriver:
             num_tokens=pack_ints(counts.values()),
             flags=pack_ints(flags),
             new_rows=tuple(self._new),
-            append_row=pack_ints(append_row),
-            append_block=pack_ints(append_block),
+            copy_row=pack_ints(row for row, _, _ in columns.copy),
+            copy_src=pack_ints(source for _, source, _ in columns.copy),
+            copy_dst=pack_ints(target for _, _, target in columns.copy),
+            append_row=pack_ints(row for row, _ in columns.append),
+            append_block=pack_ints(block for _, block in columns.append),
+            fork_src=pack_ints(source for source, _, _ in self._forks),
+            fork_dst=pack_ints(target for _, target, _ in self._forks),
+            fork_choice=pack_ints(choice for _, _, choice in self._forks),
             freed_rows=pack_ints(self._freed),
         )
-        self._new, self._freed = [], []
+        self._new, self._freed, self._forks = [], [], []
         return plan
+
+    def _extend(self, row: int, count: int, columns: _Columns) -> None:
+        state = self.rows[row]
+        if row in self._cached_from:
+            cached = self._cached_from.pop(row).table[: state.num_computed // self._block_size]
+            for block in cached:
+                if not self._num_holders[block]:
+                    self._free.remove(block)
+                self._hold(row, block, columns)
+        if state.num_computed % self._block_size and self._num_holders[state.table[-1]] > 1:
+            source, target = state.table[-1], self._free.pop()
+            columns.copy.append((row, source, target))
+            self._num_holders[target] = 1
+            state.table[-1] = target
+            self._drop(source)
+        state.num_computed += count
+        while len(state.table) * self._block_size < state.num_computed:
+            self._hold(row, self._free.pop(), columns)
+
+    def _hold(self, row: int, block: int, columns: _Columns) -> None:
+        self._num_holders[block] += 1
+        self.rows[row].table.append(block)
+        columns.append.append((row, block))
+
+    def _drop(self, block: int) -> None:
+        self._num_holders[block] -= 1
+        if not self._num_holders[block]:
+            self._free.append(block)
 
     def chunks(self, row: int, size: int) -> list[dict[int, int]]:
         """Return the counts of the plans that prefill a row in chunks of a size."""

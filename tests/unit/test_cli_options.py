@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from typer.testing import CliRunner
 
-from octavo.cli import logs
+from octavo.cli import logs, options
 from octavo.cli.main import build
+from octavo.scheduler.policy import POLICIES
 
 Run = Callable[..., Any]
 
@@ -101,6 +102,35 @@ def test_every_flag_of_the_worker_reaches_it(configure: Run) -> None:
         assert str(getattr(config, flag.removeprefix("--").replace("-", "_"))) == value
 
 
+def test_every_flag_of_the_queue_reaches_the_scheduler(configure: Run) -> None:
+    flags = {
+        "--scheduling-policy": "fair",
+        "--max-waiting-requests": "11",
+        "--max-waiting-tokens": "12",
+        "--max-requests-per-caller": "13",
+        "--max-waiting-tokens-per-caller": "14",
+        "--max-preemptions": "0",
+    }
+    config = configure("scheduler", *(word for pair in flags.items() for word in pair))
+    for flag, value in flags.items():
+        assert str(getattr(config, flag.removeprefix("--").replace("-", "_"))) == value
+
+
+def test_the_policies_are_those_of_the_scheduler() -> None:
+    assert set(get_args(options.PolicyName)) == set(POLICIES)
+
+
+def test_prefixes_are_cached_unless_told_otherwise(configure: Run, tmp_path: Path) -> None:
+    file = tmp_path / "octavo.yaml"
+    file.write_text("enable-prefix-caching: false")
+    off = {"OCTAVO_ENABLE_PREFIX_CACHING": "false"}
+    assert configure("scheduler").enable_prefix_caching is True
+    assert configure("scheduler", "--no-enable-prefix-caching").enable_prefix_caching is False
+    assert configure("scheduler", environment=off).enable_prefix_caching is False
+    assert configure("scheduler", "--config", str(file)).enable_prefix_caching is False
+    assert configure("scheduler", "--enable-prefix-caching", environment=off).enable_prefix_caching is True
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -126,6 +156,8 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, reason: str) -> None
         ("serve", ["--max-num-seqs", "0"], "greater than or equal to 1"),
         ("serve", ["--backend", "fast"], "'fast' is not one of 'auto', 'cpu', 'reference'"),
         ("serve", ["--log-level", "loud"], "'loud' is not one of"),
+        ("serve", ["--scheduling-policy", "lifo"], "'lifo' is not one of 'fcfs', 'priority', 'fair'"),
+        ("scheduler", ["--max-requests-per-caller", "-1"], "greater than or equal to 0"),
         ("serve", ["--grpc-port", "65536"], "less than or equal to 65535"),
         ("serve", ["--grace", "nan"], "must be above 0"),
         ("worker", ["--block-size", "x"], "valid integer"),

@@ -51,10 +51,15 @@ def test_every_flag_of_serve_reaches_a_child(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(serve, "resolve", lambda name: Model(tmp_path, ("a", "b")))
     monkeypatch.setattr(serve, "_check_port", lambda host, port: None)
     monkeypatch.setattr(serve, "require_servable", lambda folder, with_weights: None)
-    values = {name: f"value-of-{name}" for name in parameters("serve") if name not in ("config", "grace")}
+    switches = {name for name, default in parameters("serve").items() if isinstance(default, bool)}
+    values = {name: f"value-of-{name}" for name in parameters("serve") if name not in ("config", "grace", *switches)}
+    others = {"served_model_name": ["x", "y"], "grace": 3.0} | dict.fromkeys(switches, False)
     with pytest.raises(Stop):
-        serve.serve(**values | {"served_model_name": ["x", "y"], "grace": 3.0})  # type: ignore[arg-type]
+        serve.serve(**values | others)  # type: ignore[arg-type]
     words = [word for child in started for word in child.arguments]
+    assert switches == {"enable_prefix_caching"}
+    assert "--no-enable-prefix-caching" in words
+    assert "--enable-prefix-caching" not in words
     for name, value in values.items():
         if name not in ("model", "served_model_name"):
             flag = "--" + name.replace("_", "-")

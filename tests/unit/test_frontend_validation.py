@@ -1,6 +1,7 @@
 """Every bad input is refused by field, value and limit; every good one becomes what it means."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,10 @@ INVALID = [
     ({"stopping": {"stopTokenIds": [1, 2, 99999]}}, "input.stopping.stop_token_ids[2]", "99999", "300"),
     ({"stopping": {"stopTokenIds": [1] * 257}}, "input.stopping.stop_token_ids", "257", "256"),
     ({"output": {"logprobs": 10**6}}, "input.output.logprobs", "1000000", "20"),
+    ({"priority": 1}, "input.priority", "1", "'priority', this service has 'fcfs'"),
+    ({"priority": -(2**31)}, "input.priority", "-2147483648", "'priority'"),
+    ({"cacheSalt": "x" * 257}, "input.cache_salt", "257", "256"),
+    ({"cacheSalt": "é" * 129}, "input.cache_salt", "258 bytes", "256"),
     ({"output": {"detokenize": False}, "stopping": {"stopStrings": ["x"]}}, "input.stopping.stop_strings", "", ""),
 ]
 
@@ -160,6 +165,21 @@ def test_biases_and_allowed_ids_become_columns() -> None:
 def test_logprobs_zero_is_not_unset() -> None:
     assert params(output={"logprobs": 0}).sampling.logprobs == 0
     assert params().sampling.logprobs == -1
+
+
+@pytest.mark.parametrize("priority", [0, 1, -1, 2**31 - 1, -(2**31)])
+def test_priorities_are_taken_under_their_policy_alone(priority: int) -> None:
+    bounds = replace(BOUNDS, scheduling_policy="priority")
+    assert params(bounds, priority=priority).priority == priority
+    assert params(priority=0).priority == 0
+    if priority:
+        with pytest.raises(InvalidArgument, match="this service has 'fair'"):
+            params(replace(BOUNDS, scheduling_policy="fair"), priority=priority)
+
+
+def test_a_cache_salt_is_kept_up_to_its_limit() -> None:
+    assert params().cache_salt == ""
+    assert params(cacheSalt="é" * 128).cache_salt == "é" * 128
 
 
 def test_a_prompt_is_needed() -> None:

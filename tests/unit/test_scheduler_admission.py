@@ -15,7 +15,7 @@ from octavo.wire.plan import RowSampling
 from octavo.wire.requests import FailureCode, RequestFailed, SubmitRequest
 from tests.support.core_driver import FRONTEND, CoreDriver, make_config
 from tests.support.fake_frontend import make_submit
-from tests.support.fake_model import make_facts
+from octavo.scheduler.simulate.model import make_facts
 
 
 def refuse(message: SubmitRequest, facts: WorkerFacts | None = None) -> RequestFailed:

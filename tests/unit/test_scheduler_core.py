@@ -32,7 +32,7 @@ from octavo.wire.requests import (
 )
 from tests.support.core_driver import FRONTEND, Client, CoreDriver, make_config
 from tests.support.fake_frontend import make_submit
-from tests.support.fake_model import make_facts
+from octavo.scheduler.simulate.model import make_facts
 
 EPOCH = SessionId(5)
 

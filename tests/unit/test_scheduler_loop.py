@@ -10,21 +10,35 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
 from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.errors import InvariantViolation
 from octavo.scheduler.loop import Loop
 from octavo.scheduler.main import EXIT_FAILED, run
+from octavo.scheduler.simulate.model import make_facts
 from octavo.wire.codec import encode
+from octavo.wire.columns import pack_ints
 from octavo.wire.errors import AddressInUse
-from octavo.wire.handshake import Goodbye, Heartbeat, ServiceFacts, WorkerState
+from octavo.wire.handshake import PROTOCOL_VERSION, Goodbye, Heartbeat, ServiceFacts, WorkerState
 from octavo.wire.ids import BootId
 from octavo.wire.peer import PeerRefused, SessionBegan, SessionEnded, Waiting
 from octavo.wire.plan import StepResult
-from octavo.wire.requests import CancelRequest, FailureCode, FinishChoice, FinishReason, StatusReport, StatusRequest
+from octavo.wire.prefix import prompt_keys, root_key
+from octavo.wire.requests import (
+    CancelRequest,
+    FailureCode,
+    FinishChoice,
+    FinishReason,
+    PrefixCacheReset,
+    ResetPrefixCache,
+    StatusReport,
+    StatusRequest,
+    SubmitRequest,
+)
 from tests.support.fake_frontend import FakeFrontend, LoopThread, make_submit
-from tests.support.fake_model import make_facts
 from tests.support.fake_worker import FakeWorker
 
 DIGEST = "digest"
@@ -102,14 +116,14 @@ def test_a_frontend_waits_for_the_worker_and_learns_the_facts(
             assert loading.waits[0] == "the worker is loading"
             loading.facts = make_facts()
             began = frontend.connect()
-    assert began.welcome.facts == ServiceFacts(1000, 512, 16, 16)  # type: ignore[union-attr]
+    assert began.welcome.facts == ServiceFacts(1000, 512, 16, 16, "fcfs", True)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
     ("digest", "version", "reason"),
     [
-        ("other", 1, "serves the model with digest other, the scheduler the one with digest"),
-        (DIGEST, 2, "speaks protocol version 2, the scheduler speaks 1"),
+        ("other", PROTOCOL_VERSION, "serves the model with digest other, the scheduler the one with digest"),
+        (DIGEST, 1, f"speaks protocol version 1, the scheduler speaks {PROTOCOL_VERSION}"),
     ],
 )
 def test_another_model_or_version_is_refused_with_both_names(
@@ -225,6 +239,50 @@ def test_the_status_names_every_process(loop: Loop, worker: FakeWorker, frontend
         "ready",
     )
     assert (second.role, second.boot_id, second.state) == ("frontend", frontend.boot_id, "ready")
+
+
+def test_a_reset_of_the_prefix_cache_is_answered_and_reported(frontend: FakeFrontend) -> None:
+    ids = list(range(40))
+    for handle, cached in ((1, 0), (2, 32)):
+        frontend.send(make_cached(handle, ids))
+        frontend.until(lambda: len(frontend.received.finished) == handle)  # noqa: B023  called in this round only
+        assert frontend.received.started[handle].num_cached_tokens == cached
+    report = status(frontend)
+    assert (report.cached_blocks, report.prompt_tokens, report.cached_prompt_tokens) == (2, 80, 32)
+    frontend.send(ResetPrefixCache(7))
+    frontend.until_event(PrefixCacheReset)
+    assert PrefixCacheReset(7, 2) in frontend.events
+    frontend.send(make_cached(3, ids))
+    frontend.until(lambda: len(frontend.received.finished) == 3)
+    assert frontend.received.started[3].num_cached_tokens == 0
+    assert status(frontend).free_blocks == 64
+
+
+def make_cached(handle: int, ids: list[int]) -> SubmitRequest:
+    """Return a request for one token that takes part in the prefix cache."""
+    root = root_key(DIGEST)
+    keys = prompt_keys(root, pack_ints(ids), 16)
+    return msgspec.structs.replace(make_submit(handle, ids, 1), prefix_root=root, prefix_keys=keys)
+
+
+def test_an_idle_service_proves_its_state_and_serves_on_if_it_is_wrong(
+    loop: Loop, frontend: FakeFrontend, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise InvariantViolation("two and two are five")
+
+    frontend.send(make_submit(1, [1], 3))
+    frontend.until(lambda: bool(frontend.received.finished))
+    real = loop.service._idle_check._check
+    monkeypatch.setattr(loop.service._idle_check, "_check", fail)
+    with caplog.at_level(logging.ERROR, "octavo.scheduler"):
+        while status(frontend).failed_checks == 0:
+            clock.offset += 0.2
+    assert [r.getMessage() for r in caplog.records] == ["the idle scheduler contradicts itself: two and two are five"]
+    monkeypatch.setattr(loop.service._idle_check, "_check", real)
+    frontend.send(make_submit(2, [1], 3))
+    frontend.until(lambda: len(frontend.received.finished) == 2)
+    assert status(frontend).failed_checks == 1
 
 
 # Sessions end
@@ -360,7 +418,7 @@ def test_garbage_is_dropped_and_counted_and_others_are_served(
         [b"\0" * 100],
         [os.urandom(1000)],
         [encode(Heartbeat(), 1, 1)[:-1]],
-        [b"OV\1\0" + b"\0" * 20 + b"\x91" * 5000],
+        [b"OV" + PROTOCOL_VERSION.to_bytes(2, "little") + b"\0" * 20 + b"\x91" * 5000],
         [b"a", b"b", b"c"],
         [b"x"] * 1000,
     ]
@@ -453,8 +511,11 @@ def test_plans_and_results_are_traced(context: "zmq.Context[zmq.Socket[bytes]]",
             "plan": 1,
             "rows": [{"row": 0, "sequence": name, "num_tokens": 2}],
             "num_new": 1,
+            "cached_tokens": 0,
+            "forked_rows": [],
             "freed_rows": [],
             "appended_blocks": 1,
+            "copied_blocks": 0,
             "free_blocks": 63,
             "running": 1,
             "waiting": 0,
@@ -463,8 +524,11 @@ def test_plans_and_results_are_traced(context: "zmq.Context[zmq.Socket[bytes]]",
             "plan": 2,
             "rows": [{"row": 0, "sequence": name, "num_tokens": 1}],
             "num_new": 0,
+            "cached_tokens": 0,
+            "forked_rows": [],
             "freed_rows": [],
             "appended_blocks": 0,
+            "copied_blocks": 0,
             "free_blocks": 63,
             "running": 1,
             "waiting": 0,

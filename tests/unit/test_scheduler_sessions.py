@@ -1,16 +1,26 @@
 """Sessions on a channel that the test plays: time, strays, heartbeats, and how long the loop may sleep."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.events import Event, FrontendLost, RequestSubmitted, WorkerLost, WorkerReady
+from octavo.scheduler.errors import InvariantViolation
+from octavo.scheduler.events import (
+    CacheResetRequested,
+    Event,
+    FrontendLost,
+    RequestCancelled,
+    RequestSubmitted,
+    WorkerLost,
+    WorkerReady,
+)
+from octavo.scheduler.idle import CHECK_INTERVAL_S, IDLE_BEFORE_CHECK_S, IdleCheck
 from octavo.scheduler.loop import Loop
 from octavo.scheduler.sessions import MAX_UNKNOWN_ANSWERS, Sessions
-from octavo.wire.channel import RouterChannel
+from octavo.scheduler.simulate.model import make_facts
 from octavo.wire.codec import Envelope, FromPeer, FromScheduler
 from octavo.wire.errors import SessionLost
 from octavo.wire.handshake import (
@@ -27,9 +37,8 @@ from octavo.wire.handshake import (
     WorkerWelcome,
 )
 from octavo.wire.ids import BootId, SessionId
-from octavo.wire.requests import CancelRequest
+from octavo.wire.requests import CancelRequest, ResetPrefixCache
 from tests.support.fake_frontend import make_submit
-from tests.support.fake_model import make_facts
 
 FRONTEND_HELLO = FrontendHello(PROTOCOL_VERSION, "digest", "f", 1)
 WORKER_HELLO = WorkerHello(PROTOCOL_VERSION, "digest", "w", 2, 0, make_facts())
@@ -39,6 +48,7 @@ class PlayedChannel:
     """Gives what the test puts in, keeps what is sent, fails for the identities that are gone."""
 
     def __init__(self) -> None:
+        self.num_malformed = 0
         self.waiting: list[tuple[bytes, Envelope, FromPeer]] = []
         self.sent: list[tuple[bytes, FromScheduler]] = []
         self.sessions: dict[bytes, int] = {}
@@ -64,7 +74,7 @@ class Stage:
     def __init__(self) -> None:
         self.channel = PlayedChannel()
         config = SchedulerConfig(address="ipc:///unused", config_digest="digest")
-        self.sessions = Sessions(cast(RouterChannel, self.channel), config, BootId("s"))
+        self.sessions = Sessions(self.channel, config, BootId("s"))
         self.now = 100.0
 
     def hello(self, identity: bytes, hello: FromPeer) -> None:
@@ -207,7 +217,7 @@ def test_an_idle_loop_sleeps_until_something_is_due(tmp_path: Path) -> None:
     try:
         assert loop._poll_ms() is None, "nobody is there: only a message wakes it"
         played = PlayedChannel()
-        real, loop.sessions.channel = loop.sessions.channel, cast(RouterChannel, played)
+        real, loop.sessions.channel = loop.sessions.channel, played
         played.waiting.append((b"w", Envelope(SessionId(0), 0), WORKER_HELLO))
         loop.sessions.receive(now[0])
         loop.sessions.keep_alive(now[0], False)
@@ -220,5 +230,105 @@ def test_an_idle_loop_sleeps_until_something_is_due(tmp_path: Path) -> None:
         loop.core.on_events((), now[0])
         assert loop._poll_ms() == 940, "nothing that was due is due for ever"
         loop.sessions.channel = real
+    finally:
+        loop.close()
+
+
+def test_a_reset_of_the_prefix_cache_is_an_event_of_its_frontend_and_no_worker_asks_for_one(stage: Stage) -> None:
+    stage.say(b"f", ResetPrefixCache(3))
+    assert stage.events() == [CacheResetRequested(stage.session(b"f"), ResetPrefixCache(3))]
+    worker = stage.session(b"w")
+    stage.say(b"w", ResetPrefixCache(3))
+    assert stage.events() == [WorkerLost(worker, "a ResetPrefixCache from worker w (pid 2)")]
+
+
+# The idle check
+
+
+class Proofs:
+    """An IdleCheck, and when it proved."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+        self.now = 100.0
+        self.fails = False
+        self.check = IdleCheck(self._prove)
+
+    def due(self) -> float | None:
+        return self.check.due
+
+    def _prove(self) -> None:
+        self.at.append(self.now)
+        if self.fails:
+            raise InvariantViolation("test")
+
+    def turn(self, seconds: float, happened: bool = False, idle: bool = True) -> InvariantViolation | None:
+        self.now += seconds
+        return self.check.turn(self.now, happened=happened, idle=idle)
+
+
+def test_nothing_is_proven_while_nothing_has_happened() -> None:
+    proofs = Proofs()
+    proofs.turn(0.0)
+    proofs.turn(100.0)
+    assert proofs.at == []
+    assert proofs.due() is None
+
+
+def test_an_idle_period_is_proven_once_and_a_second_after_it_began() -> None:
+    proofs = Proofs()
+    proofs.turn(0.0, happened=True, idle=False)
+    proofs.turn(50.0, idle=False)
+    assert proofs.due() is None, "plans are under way"
+    proofs.turn(0.0, happened=True)
+    assert proofs.due() == 150.0 + IDLE_BEFORE_CHECK_S
+    proofs.turn(0.6)
+    proofs.turn(0.3, happened=True)
+    assert proofs.due() == 150.9 + IDLE_BEFORE_CHECK_S, "it began anew"
+    proofs.turn(0.9)
+    assert proofs.at == []
+    proofs.turn(0.1)
+    assert proofs.at == [proofs.now]
+    assert proofs.due() is None, "an idle service sleeps"
+    proofs.turn(1000.0)
+    assert len(proofs.at) == 1
+
+
+def test_proofs_are_at_least_an_interval_apart() -> None:
+    proofs = Proofs()
+    for _ in range(100):
+        proofs.turn(0.1, happened=True, idle=False)
+        proofs.turn(0.1, happened=True)
+        proofs.turn(1.1)
+    gaps = [later - earlier for earlier, later in pairwise(proofs.at)]
+    assert len(gaps) > 5
+    assert min(gaps) >= CHECK_INTERVAL_S
+
+
+def test_what_a_proof_finds_is_counted_and_returned_and_the_next_one_is_not_put_off() -> None:
+    proofs = Proofs()
+    proofs.fails = True
+    proofs.turn(0.0, happened=True)
+    assert str(proofs.turn(1.0)) == "test"
+    assert proofs.check.num_failed == 1
+    assert proofs.turn(20.0) is None
+    proofs.turn(0.0, happened=True)
+    assert str(proofs.turn(1.0)) == "test"
+    assert proofs.check.num_failed == 2
+
+
+def test_an_idle_loop_wakes_for_its_proof_and_sleeps_afterwards(tmp_path: Path) -> None:
+    now = [50.0]
+    loop = Loop(SchedulerConfig(address=f"ipc://{tmp_path}/s", config_digest="digest"), lambda: now[0])
+    try:
+        service = loop.service
+        service.turn(now[0])
+        service.sessions._events.append(RequestCancelled(SessionId(1), CancelRequest(1)))
+        service.turn(now[0])
+        assert loop._poll_ms() == 1000
+        now[0] += 1.0
+        service.turn(now[0])
+        assert loop._poll_ms() is None
+        assert service.num_failed_checks == 0
     finally:
         loop.close()

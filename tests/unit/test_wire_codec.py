@@ -13,7 +13,14 @@ from octavo.wire.columns import pack_floats, pack_ints, same_length, unpack_floa
 from octavo.wire.errors import MalformedMessage, ProtocolMismatch
 from octavo.wire.handshake import FrontendHello, Heartbeat, WorkerFacts, WorkerHello
 from octavo.wire.plan import FLAG_SAMPLE, NewRow, RowLogprobs, RowSampling, StepPlan, StepResult
-from octavo.wire.requests import ChoiceFinished, FinishReason, StepOutput, SubmitRequest
+from octavo.wire.requests import (
+    ChoiceFinished,
+    FinishReason,
+    PrefixCacheReset,
+    ResetPrefixCache,
+    StepOutput,
+    SubmitRequest,
+)
 
 int32 = st.integers(-(2**31), 2**31 - 1)
 
@@ -66,6 +73,8 @@ PLAN = StepPlan(
     append_row=pack_ints([5]),
     append_block=pack_ints([17]),
 )
+COPIES = {"copy_row": pack_ints([0, 5]), "copy_src": pack_ints([1, 2]), "copy_dst": pack_ints([3, 4])}
+FORKS = {"fork_src": pack_ints([0, 0]), "fork_dst": pack_ints([1, 2]), "fork_choice": pack_ints([1, 2])}
 RESULT = StepResult(
     7, 3, pack_ints([0]), pack_ints([42]), logprobs=(RowLogprobs(0, -0.5, 1, pack_ints([42]), pack_floats([-0.5])),)
 )
@@ -84,12 +93,15 @@ SUBMIT = SubmitRequest(
     sampling=RowSampling(seed=0),
     output_ids=(b"", b""),
 )
+CACHED = msgspec.structs.replace(SUBMIT, caller="c", priority=-(2**31), prefix_root=b"r" * 32, prefix_keys=b"k" * 64)
 
 
 @pytest.mark.parametrize(
     "message",
     [
         SUBMIT,
+        CACHED,
+        ResetPrefixCache(3),
         FrontendHello(1, "d", "b", 1),
         WorkerHello(1, "d", "b", 2, 0, WorkerFacts(9, 16, 100, 64, 4, 64, "cpu", "cpu", "float32")),
         RESULT,
@@ -100,7 +112,10 @@ def test_messages_of_peers_round_trip(message: codec.FromPeer) -> None:
     assert codec.decode_from_peer(codec.encode(message, 11, 12)) == ((11, 12), message)
 
 
-@pytest.mark.parametrize("message", [PLAN, OUTPUT, Heartbeat()])
+@pytest.mark.parametrize(
+    "message",
+    [PLAN, msgspec.structs.replace(PLAN, **COPIES, **FORKS), OUTPUT, PrefixCacheReset(3, 17), Heartbeat()],
+)
 def test_messages_of_the_scheduler_round_trip(message: codec.FromScheduler) -> None:
     assert codec.decode_from_scheduler(codec.encode(message, 2**63 - 1, 1)) == ((2**63 - 1, 1), message)
 
@@ -118,7 +133,12 @@ def test_a_plan_is_no_message_of_a_peer() -> None:
         ({"row": pack_ints([5, 5])}, "comes twice"),
         ({"row": b"abc"}, "not a multiple of 4"),
         ({"append_row": b""}, "appended blocks differ"),
-        ({"copy_src": pack_ints([1])}, "copies differ"),
+        ({"copy_src": pack_ints([1]), "copy_dst": pack_ints([2])}, r"copies differ in length: \[0, 1, 1\]"),
+        ({"copy_row": pack_ints([5]), "copy_src": pack_ints([1])}, "copies differ"),
+        (COPIES | {"copy_dst": pack_ints([3, 3])}, "target of two copies"),
+        (COPIES | {"copy_dst": pack_ints([3, 2])}, "source and target in one plan"),
+        ({"fork_src": pack_ints([0]), "fork_dst": pack_ints([1])}, r"forks differ in length: \[1, 1, 0\]"),
+        ({"fork_choice": pack_ints([0])}, "forks differ"),
         ({"epoch": -1}, "Expected `int` >= 0"),
     ],
 )
@@ -129,10 +149,26 @@ def test_a_plan_that_contradicts_itself_is_malformed(change: dict[str, object], 
         codec.decode_from_scheduler(frame)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prefix_root": b"r" * 31}, "prefix root of 31 bytes and keys of 64"),
+        ({"prefix_keys": b"k" * 63}, "prefix root of 32 bytes and keys of 63"),
+        ({"prefix_root": b""}, "prefix root of 0 bytes and keys of 64"),
+        ({"priority": 2**31}, "Expected `int` <= 2147483647"),
+        ({"priority": -(2**31) - 1}, "Expected `int` >= -2147483648"),
+    ],
+)
+def test_a_submitted_request_that_contradicts_itself_is_malformed(change: dict[str, object], words: str) -> None:
+    fields = [change.get(f, getattr(CACHED, f)) for f in SubmitRequest.__struct_fields__]
+    with pytest.raises(MalformedMessage, match=words):
+        codec.decode_from_peer(codec.encode(Heartbeat())[:24] + msgspec.msgpack.encode(["submit", *fields]))
+
+
 def test_another_protocol_version_is_named() -> None:
     frame = bytearray(codec.encode(Heartbeat()))
     frame[2] = 99
-    with pytest.raises(ProtocolMismatch, match="version 99, this process speaks 1"):
+    with pytest.raises(ProtocolMismatch, match="version 99, this process speaks 2"):
         codec.decode_from_peer(bytes(frame))
 
 

@@ -98,35 +98,6 @@ def test_the_null_block_is_never_written(runner: Runner) -> None:
         assert not cache.values[0].any()
 
 
-def test_copied_blocks_serve_as_the_originals(runner: Runner) -> None:
-    expected, _ = generate(runner, PROMPT, 2)
-    driver = PlanDriver.of(runner)
-    driver.begin(0, PROMPT)
-    runner.execute(driver.plan({0: 9}))
-    table = driver.rows[0].table
-    copies = [100, 101, 102]
-    driver.end(0)
-    driver.begin(1, [*PROMPT, expected[0]], num_prompt=9)
-    plan = driver.plan({1: 10})
-    new = plan.new_rows[0]
-    runner.execute(
-        StepPlan(
-            epoch=1,
-            step=2,
-            row=pack_ints([1]),
-            num_tokens=pack_ints([1]),
-            flags=plan.flags,
-            new_rows=(type(new)(1, "copied", 0, 9, 9, new.token_ids, GREEDY),),
-            append_row=pack_ints([1, 1, 1]),
-            append_block=pack_ints(copies),
-            copy_src=pack_ints(table),
-            copy_dst=pack_ints(copies),
-            freed_rows=plan.freed_rows,
-        )
-    )
-    assert runner.rows.known_ids(1)[-1].item() == expected[1]
-
-
 def test_unwritten_slots_are_never_read(runner: Runner) -> None:
     expected = generate(runner, PROMPT, 8, RowSampling(seed=0, temperature=0.0, logprobs=3), chunk=4)
     for cache in runner._caches:

@@ -134,6 +134,11 @@ class SchedulerStatus(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    FAILED_CHECKS_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     """Requests that have rows."""
     waiting_requests: _builtins.int
@@ -148,6 +153,16 @@ class SchedulerStatus(_message.Message):
     """Plans sent since the worker's session began."""
     preemptions: _builtins.int
     """Times that a request lost its blocks to another one."""
+    cached_blocks: _builtins.int
+    """Blocks that can be found in the prefix cache, whether a table holds them or not."""
+    prompt_tokens: _builtins.int
+    """Prompt tokens of all requests that have started since the scheduler did."""
+    cached_prompt_tokens: _builtins.int
+    """How many of prompt_tokens were found in the prefix cache."""
+    recomputed_tokens: _builtins.int
+    """Tokens computed again after preemptions, faults and losses of a worker."""
+    failed_checks: _builtins.int
+    """Times that the scheduler's state, checked while it was idle, contradicted itself; anything but 0 is a bug."""
     def __init__(
         self,
         *,
@@ -158,11 +173,55 @@ class SchedulerStatus(_message.Message):
         block_size: _builtins.int = ...,
         steps: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        cached_blocks: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_prompt_tokens: _builtins.int = ...,
+        recomputed_tokens: _builtins.int = ...,
+        failed_checks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "free_blocks", b"free_blocks", "preemptions", b"preemptions", "running_requests", b"running_requests", "steps", b"steps", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "failed_checks", b"failed_checks", "free_blocks", b"free_blocks", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "running_requests", b"running_requests", "steps", b"steps", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SchedulerStatus: _TypeAlias = SchedulerStatus  # noqa: Y015
+
+@_typing.final
+class ResetPrefixCacheRequest(_message.Message):
+    """ResetPrefixCacheRequest asks for an empty prefix cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCacheRequest: _TypeAlias = ResetPrefixCacheRequest  # noqa: Y015
+
+@_typing.final
+class ResetPrefixCacheResponse(_message.Message):
+    """ResetPrefixCacheResponse says that the prefix cache has been emptied."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROPPED_BLOCKS_FIELD_NUMBER: _builtins.int
+    dropped_blocks: _builtins.int
+    """Blocks that could be found until then; 0 where prefixes are not cached."""
+    def __init__(
+        self,
+        *,
+        dropped_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_blocks", b"dropped_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCacheResponse: _TypeAlias = ResetPrefixCacheResponse  # noqa: Y015

@@ -40,6 +40,11 @@ class AdminServiceStub:
                 request_serializer=octavo_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/octavo.v1.AdminService/ResetPrefixCache',
+                request_serializer=octavo_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -53,6 +58,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """ResetPrefixCache forgets all cached prefixes, so that no later request finds what was computed before; running
+        requests go on. UNAVAILABLE: the scheduler did not confirm it, and it may or may not have happened.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=octavo_dot_v1_dot_admin__pb2.GetStatusRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_admin__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=octavo_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +108,33 @@ class AdminService:
             '/octavo.v1.AdminService/GetStatus',
             octavo_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
             octavo_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.AdminService/ResetPrefixCache',
+            octavo_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
+            octavo_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

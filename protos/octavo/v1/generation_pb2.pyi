@@ -117,10 +117,18 @@ class GenerationInput(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOPPING_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a served model; empty means the default one. Unknown names are NOT_FOUND."""
     text: _builtins.str
     """Plain text, tokenised as it is; special tokens in it are text of the user and stay so."""
+    priority: _builtins.int
+    """Lower runs earlier. Anything but 0 needs the scheduling policy `priority`; under another it is INVALID_ARGUMENT."""
+    cache_salt: _builtins.str
+    """Keeps the prefix cache apart: only requests with the same salt share cached prefixes, and so can learn from their
+    latency that another one was asked. At most 256 bytes. Empty: shared with all requests that have no salt.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, each in [0, vocabulary size of the embedding)."""
@@ -151,10 +159,12 @@ class GenerationInput(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         stopping: Global___StoppingParams | None = ...,
         output: Global___OutputOptions | None = ...,
+        priority: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "output", b"output", "prompt", b"prompt", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "output", b"output", "prompt", b"prompt", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -532,7 +542,7 @@ class Started(_message.Message):
     prompt_tokens: _builtins.int
     """Number of tokens of the prompt."""
     cached_prompt_tokens: _builtins.int
-    """How many of these were found in the prefix cache."""
+    """How many of these were found in the prefix cache when the request was first taken up."""
     def __init__(
         self,
         *,
@@ -840,7 +850,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """Number of tokens of the prompt, counted once whatever n."""
     cached_prompt_tokens: _builtins.int
-    """How many of these were found in the prefix cache."""
+    """How many of these were found in the prefix cache when the request was first taken up."""
     completion_tokens: _builtins.int
     """Number of generated tokens of all choices."""
     @_builtins.property

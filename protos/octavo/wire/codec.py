@@ -27,6 +27,7 @@ FromFrontend: TypeAlias = (
     | requests.CancelRequest
     | requests.FinishChoice
     | requests.StatusRequest
+    | requests.ResetPrefixCache
 )
 FromWorker: TypeAlias = handshake.WorkerHello | handshake.Heartbeat | handshake.Goodbye | plan.StepResult
 FromPeer: TypeAlias = FromFrontend | FromWorker
@@ -40,6 +41,7 @@ ToFrontend: TypeAlias = (
     | handshake.WorkerState
     | requests.StepOutput
     | requests.StatusReport
+    | requests.PrefixCacheReset
 )
 ToWorker: TypeAlias = (
     handshake.WorkerWelcome

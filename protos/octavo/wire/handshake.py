@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from octavo.wire.plan import NonNegative
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Of the messages of octavo.wire; peers of different versions refuse each other."""
 
 
@@ -37,6 +37,8 @@ class ServiceFacts(msgspec.Struct, frozen=True, array_like=True):
     max_model_len: Annotated[int, Meta(ge=1)]
     block_size: Annotated[int, Meta(ge=1)]
     max_num_seqs: Annotated[int, Meta(ge=1)]
+    scheduling_policy: str = "fcfs"  # priorities are refused unless it is `priority`
+    prefix_caching: bool = False  # whether requests should bring their prefix keys
 
 
 class FrontendHello(msgspec.Struct, frozen=True, array_like=True, tag="frontend-hello"):

@@ -1,8 +1,12 @@
 """Scheduler to worker and back: the plan of one step, as a delta against the worker's rows, and its result.
 
-A worker applies the parts of a plan in this order: `freed_rows`, `new_rows`, forks, appended blocks, block copies; then
-it runs the forward pass over the rows of the step and samples. So a row or block that one plan frees can be taken again
-by the same plan. Plans are numbered from 1 within an epoch and executed in order.
+A worker applies the parts of a plan in this order: `freed_rows`, `new_rows`, block copies, appended blocks; then it runs
+the forward pass over the rows of the step, forks rows, and samples. So a row or block that one plan frees can be taken
+again by the same plan. Plans are numbered from 1 within an epoch and executed in order.
+
+Blocks may stand in the tables of several rows, but a plan writes only to blocks that the writing row alone names, beside
+new rows that find them in this very plan: each layer writes the keys and values of the whole step before it attends, so
+a row may read what another one writes in the same step.
 """
 
 import math
@@ -82,7 +86,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     request: str  # names the request in logs and to a scheduler that comes back
     choice: Int31  # index among the n choices; keys the noise
     num_prompt_tokens: Int31
-    num_computed_tokens: Int31  # tokens whose keys and values the row's first blocks already hold
+    num_computed_tokens: Int31  # tokens whose keys and values are in blocks that this plan appends first: cache hits
     token_ids: bytes  # int32: prompt, then output so far
     sampling: RowSampling
 
@@ -96,30 +100,36 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     num_tokens: bytes  # [R] tokens to compute for each, from where its computed tokens end
     flags: bytes  # [R] FLAG_*
     new_rows: tuple[NewRow, ...] = ()
-    fork_src: bytes = b""  # [F] rows whose state (ids, counts, table, last logits) ...
-    fork_dst: bytes = b""  # [F] ... these new rows start from
+    copy_row: bytes = b""  # [C] rows whose last block so far, which others share or may find, ...
+    copy_src: bytes = b""  # [C] ... this one, ...
+    copy_dst: bytes = b""  # [C] ... is copied to this one, which takes its place in the table
     append_row: bytes = b""  # [A] rows whose tables grow ...
     append_block: bytes = b""  # [A] ... by these blocks, in order
-    copy_src: bytes = b""  # [C] blocks to copy ...
-    copy_dst: bytes = b""  # [C] ... to these, before anything is computed
+    fork_src: bytes = b""  # [F] rows that sample in this step, and from whose ids, counts and table as they are before ...
+    fork_dst: bytes = b""  # [F] ... their new id these free rows start; these sample too, from the same logits, ...
+    fork_choice: bytes = b""  # [F] ... as this choice
     freed_rows: bytes = b""  # [E] rows that end
 
     def __post_init__(self) -> None:
         """Check the columns against each other.
 
         Raises:
-            MalformedMessage: lengths differ, a count is negative, or a row comes twice.
+            MalformedMessage: lengths differ, a count is below 1, a row comes twice, or a block is copied from and to.
         """
         same_length("rows", self.row, self.num_tokens, self.flags)
-        same_length("forks", self.fork_src, self.fork_dst)
+        same_length("copies", self.copy_row, self.copy_src, self.copy_dst)
         same_length("appended blocks", self.append_row, self.append_block)
-        same_length("copies", self.copy_src, self.copy_dst)
+        same_length("forks", self.fork_src, self.fork_dst, self.fork_choice)
         same_length("freed rows", self.freed_rows)
         rows = unpack_ints(self.row)
         if len(set(rows)) != len(rows):
             raise MalformedMessage("a row comes twice in one plan")
-        if any(n < 1 for n in unpack_ints(self.num_tokens)):
+        if rows and min(unpack_ints(self.num_tokens)) < 1:
             raise MalformedMessage("a row of a plan computes less than one token")
+        if self.copy_src:
+            targets = unpack_ints(self.copy_dst)
+            if len(set(targets)) != len(targets) or not set(targets).isdisjoint(unpack_ints(self.copy_src)):
+                raise MalformedMessage("a block is the target of two copies, or source and target in one plan")
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -137,7 +147,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
 
     epoch: NonNegative
     step: NonNegative
-    row: bytes  # int32 [S]: sampling rows, in the order of the plan
+    row: bytes  # int32 [S]: sampling rows in the order of the plan, then forked ones in the order of the forks
     token: bytes  # int32 [S]
     fault_row: bytes = b""  # int32 [E]
     fault: bytes = b""  # int32 [E] FAULT_*

@@ -13,6 +13,9 @@ from msgspec import Meta
 from octavo.wire.columns import same_length
 from octavo.wire.errors import MalformedMessage
 from octavo.wire.plan import Int31, NonNegative, RowSampling
+from octavo.wire.prefix import check_keys
+
+Int32 = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 
 class FinishReason(IntEnum):
@@ -30,7 +33,7 @@ class FailureCode(IntEnum):
     INVALID = 1
     """The request can never run here (lengths, ids): change it."""
     QUEUE_FULL = 2
-    """The waiting queue is full: come back later."""
+    """The waiting queue is full, or the caller's part of it: come back later."""
     UNAVAILABLE = 3
     """No worker, or draining: come back later."""
     DEADLINE = 4
@@ -51,8 +54,11 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     output_ids: tuple[bytes, ...] = ()  # replay: int32 ids that each choice has already received; else empty
     finished_choices: bytes = b""  # replay: int32 choices that have ended already
     deadline_s: float | None = None  # time that is left
-    caller: str = ""  # whom the request counts against
+    caller: str = ""  # whom the request counts against in limits and fairness
     trace: str = ""  # traceparent, for logs
+    priority: Int32 = 0  # lower runs earlier; only 0 unless the policy is `priority`
+    prefix_root: bytes = b""  # root_key() of the prefix cache; empty: nothing of the request is shared or found
+    prefix_keys: bytes = b""  # prompt_keys(): one for each full block of the prompt
 
     def __post_init__(self) -> None:
         """Check what one field says against another.
@@ -68,6 +74,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
         same_length("finished_choices", self.finished_choices)
         for ids in self.output_ids:
             same_length("output", ids)
+        check_keys(self.prefix_root, self.prefix_keys)
 
 
 class CancelRequest(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -88,6 +95,19 @@ class StatusRequest(msgspec.Struct, frozen=True, array_like=True, tag="status?")
     """Ask for a StatusReport."""
 
     tag_id: Int31  # comes back in the report
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag="reset-prefix-cache"):
+    """Forget all that could be found in the prefix cache; a PrefixCacheReset answers. Running requests go on."""
+
+    tag_id: Int31  # comes back in the answer
+
+
+class PrefixCacheReset(msgspec.Struct, frozen=True, array_like=True, tag="prefix-cache-reset"):
+    """Nothing that was computed before can be found any more."""
+
+    tag_id: Int31
+    num_blocks: NonNegative  # that could be found until then
 
 
 class ProcessInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -112,6 +132,11 @@ class StatusReport(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     block_size: NonNegative
     steps: NonNegative
     preemptions: NonNegative
+    cached_blocks: NonNegative = 0  # that can be found in the prefix cache, in use or free
+    prompt_tokens: NonNegative = 0  # of all requests that have started
+    cached_prompt_tokens: NonNegative = 0  # of these, found in the prefix cache
+    recomputed_tokens: NonNegative = 0  # computed again after preemptions, faults and losses of a worker
+    failed_checks: NonNegative = 0  # times that the state was found to contradict itself while idle
 
 
 class ChoiceLogprobs(msgspec.Struct, frozen=True, array_like=True):

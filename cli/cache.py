@@ -1,0 +1,34 @@
+"""octavo cache reset: make a running service forget its cached prefixes."""
+
+import grpc
+import typer
+
+from octavo.cli.client import DEFAULT_ADDRESS, Address, failure
+from octavo.v1 import admin_pb2, admin_pb2_grpc
+
+_TIMEOUT_S = 5.0
+
+app = typer.Typer(name="cache", help="The prefix cache of a running service.", no_args_is_help=True)
+
+
+@app.callback()
+def _cache() -> None:
+    """Keep `reset` a command of its own: Typer would make a single command the group itself."""
+
+
+@app.command("reset")
+def reset(address: Address = DEFAULT_ADDRESS) -> None:
+    """Forget all cached prefixes, so that no later request finds what was computed before. Running requests go on."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            answer = admin_pb2_grpc.AdminServiceStub(channel).ResetPrefixCache(
+                admin_pb2.ResetPrefixCacheRequest(), timeout=_TIMEOUT_S
+            )
+        except grpc.RpcError as error:
+            raise failure(address, error) from error
+    typer.echo(f"{answer.dropped_blocks} blocks can no longer be found")
+
+
+def register(parent: typer.Typer) -> None:
+    """Add the commands of this module."""
+    parent.add_typer(app)

@@ -1,0 +1,135 @@
+"""A plan in the making: what has been chosen so far, and what of the step's budget is left."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from octavo.scheduler.config import Limits
+from octavo.scheduler.errors import InvariantViolation
+from octavo.scheduler.pipeline import Chunk, PlanRecord
+from octavo.scheduler.sequence import Sequence
+from octavo.wire.codec import MAX_MESSAGE_BYTES
+from octavo.wire.columns import column_length, pack_ints
+from octavo.wire.ids import BlockId, Row
+from octavo.wire.plan import FLAG_SAMPLE, NewRow
+
+MAX_NEW_IDS = MAX_MESSAGE_BYTES // 8
+"""Most column elements (4 bytes each) that the new rows of one plan bring, unless one row has more: half a message."""
+
+
+class Fork(NamedTuple):
+    """A sequence that starts from the state of a sibling that draws its first token in this plan."""
+
+    source: Sequence
+    target: Sequence
+
+
+@dataclass(slots=True)
+class Draft:
+    """Parallel lists of the sequences of a step, and its deltas. It dies with the step."""
+
+    step: int
+    num_left: int
+    """Tokens that may still be given."""
+    max_chunk_tokens: int
+    sequences: list[Sequence] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    """Tokens that each computes."""
+    flags: list[int] = field(default_factory=list)
+    grown: dict[Sequence, None] = field(default_factory=dict)
+    """Sequences whose tables have blocks that the worker has not been told."""
+    filled: list[Sequence] = field(default_factory=list)
+    """Running sequences that may have filled a block."""
+    copies: dict[Sequence, tuple[BlockId, BlockId]] = field(default_factory=dict)
+    leaders: list[Sequence] = field(default_factory=list)
+    """Sequences that draw their first token while siblings wait for that."""
+    entered: list[Sequence] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
+    num_new_ids: int = 0
+
+    @classmethod
+    def begin(cls, step: int, limits: Limits) -> "Draft":
+        """Begin a step."""
+        return cls(step, limits.max_num_batched_tokens, limits.max_chunk_tokens)
+
+    def offer(self, wanted: int) -> int:
+        """Return how many of `wanted` tokens one sequence can have."""
+        return min(wanted, self.max_chunk_tokens, self.num_left)
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give a sequence tokens; it draws another one if these reach the end of what is known or being drawn."""
+        sequence.num_planned += num_tokens
+        samples = sequence.num_planned == sequence.num_expected
+        sequence.num_expected += samples
+        self.num_left -= num_tokens
+        self.sequences.append(sequence)
+        self.counts.append(num_tokens)
+        self.flags.append(FLAG_SAMPLE if samples else 0)
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Undo whatever this plan would have done for a running sequence, which gives way."""
+        self.copies.pop(sequence, None)
+        self.grown.pop(sequence, None)
+        if sequence not in self.sequences:
+            return
+        index = self.sequences.index(sequence)
+        del self.sequences[index]
+        num_tokens, flag = self.counts.pop(index), self.flags.pop(index)
+        self.num_left += num_tokens
+        sequence.num_planned -= num_tokens
+        sequence.num_expected -= flag == FLAG_SAMPLE
+        if sequence in self.filled:
+            self.filled.remove(sequence)
+        if sequence in self.leaders:
+            self.leaders.remove(sequence)
+
+    def record(self) -> PlanRecord:
+        """Return what the result of the plan will be matched with."""
+        sequences, counts = self.sequences, self.counts
+        chunks: list[Chunk] = []
+        if 0 in self.flags:
+            rows = list(zip(self.sequences, self.counts, self.flags, strict=True))
+            chunks = [Chunk(s, s.residency, n) for s, n, flag in rows if not flag]
+            sequences = [s for s, _, flag in rows if flag]
+            counts = [n for _, n, flag in rows if flag]
+        if self.forks:
+            sequences = sequences + [fork.target for fork in self.forks]
+            counts = counts + [f.target.num_planned - f.target.num_confirmed for f in self.forks]
+        rows_column = pack_ints([row_of(s) for s in sequences])
+        return PlanRecord(self.step, rows_column, sequences, [s.residency for s in sequences], counts, chunks)
+
+
+def row_of(sequence: Sequence) -> Row:
+    """Return the row of a sequence that runs.
+
+    Raises:
+        InvariantViolation: it has none.
+    """
+    if (row := sequence.row) is None:
+        raise InvariantViolation(f"{sequence.request.name}/{sequence.choice} is planned, but has no row")
+    return row
+
+
+def num_new_ids(sequence: Sequence) -> int:
+    """Return the column elements (4 bytes each) that a sequence's new row brings: its ids and its sampling lists."""
+    sampling = sequence.request.sampling
+    columns = (
+        sampling.allowed_token_ids,
+        sampling.stop_token_ids,
+        sampling.logit_bias_ids,
+        sampling.logit_bias_values,
+    )
+    return sequence.num_known + sum(map(column_length, columns))
+
+
+def new_row(sequence: Sequence) -> NewRow:
+    """Return what the worker is told of a sequence that takes a row."""
+    request = sequence.request
+    return NewRow(
+        row=row_of(sequence),
+        request=request.name,
+        choice=sequence.choice,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=sequence.num_cached,
+        token_ids=sequence.token_ids(),
+        sampling=request.sampling,
+    )

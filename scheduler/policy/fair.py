@@ -1,0 +1,61 @@
+"""Fairness among callers: virtual token counters (Sheng et al., Fairness in Serving Large Language Models, 2024)."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence as Several
+
+from octavo.scheduler.policy.interface import Place, Policy
+from octavo.scheduler.sequence import Request, Sequence
+
+OUTPUT_COST = 2
+"""What one token of output counts; a token of a prompt that is computed counts 1, one that was found 0."""
+
+MAX_IDLE_CALLERS = 4096
+"""Callers without requests whose counters are remembered."""
+
+
+class Fair(Policy):
+    """The caller that has been served least is next; within a caller, requests run in the order in which they came.
+
+    A caller that becomes active starts at the least counter of those that are: it neither saves up for idle times nor
+    is punished for being new. Recomputed tokens count nothing. Bound: while a caller waits, each other one is served
+    at most what the counters differed by, and what it has running, before the caller's turn.
+    """
+
+    def __init__(self) -> None:
+        self._counters: dict[str, int] = {}
+        self._num_requests: Counter[str] = Counter()
+        self._idle: OrderedDict[str, int] = OrderedDict()
+
+    def lane(self, sequence: Sequence) -> str:
+        """Return the caller."""
+        return sequence.request.caller
+
+    def rank(self, lane: str) -> Place:
+        """Return what the caller has been served."""
+        return (self._counters[lane],)
+
+    def on_admitted(self, request: Request) -> None:
+        """Lift the counter of a caller that becomes active."""
+        caller = request.caller
+        self._num_requests[caller] += 1
+        if caller not in self._counters:
+            least = min(self._counters.values(), default=0)
+            self._counters[caller] = max(self._idle.pop(caller, 0), least)
+
+    def on_planned(self, sequences: Several[Sequence], num_tokens: Several[int]) -> None:
+        """Charge each caller."""
+        counters = self._counters
+        for sequence, num in zip(sequences, num_tokens):
+            if sequence.num_planned > sequence.num_furthest:
+                counters[sequence.request.caller] += num if num > 1 else OUTPUT_COST
+
+    def on_ended(self, request: Request) -> None:
+        """Remember the counter of a caller that becomes idle, for as long as it matters."""
+        caller = request.caller
+        self._num_requests[caller] -= 1
+        if self._num_requests[caller]:
+            return
+        del self._num_requests[caller]
+        self._idle[caller] = self._counters.pop(caller)
+        if len(self._idle) > MAX_IDLE_CALLERS:
+            self._idle.popitem(last=False)

@@ -1,0 +1,167 @@
+"""The scheduler without sockets and clock: sessions, core and trace, one turn at a time.
+
+The loop drives it over ZeroMQ on the real clock, the simulator over links of its own on a virtual one.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.core import Scheduler
+from octavo.scheduler.events import Event, StepCompleted
+from octavo.scheduler.idle import IdleCheck
+from octavo.scheduler.instructions import (
+    AnswerCacheReset,
+    EmitOutput,
+    EndFrontendSession,
+    EndWorkerSession,
+    Instruction,
+    SendPlan,
+)
+from octavo.scheduler.peers import PeerRecord
+from octavo.scheduler.sessions import Channel, Sessions
+from octavo.scheduler.trace import PlanTrace
+from octavo.wire.channel import HEARTBEAT_INTERVAL_S
+from octavo.wire.ids import BootId, SessionId, new_session_id
+from octavo.wire.requests import ProcessInfo, StatusReport, StatusRequest
+
+LOADING_SHOWN_S = 5 * HEARTBEAT_INTERVAL_S
+"""A loading worker says Hello every second; one not heard for so long is reported no more."""
+
+_log = logging.getLogger(__name__)
+
+
+class Service:
+    """Everything of the scheduler but its I/O. Whoever drives it calls `turn` when a message waits or a timer is due.
+
+    Args:
+        channel: the way to the peers; the driver closes it.
+        config: settings.
+        boot_id: identity of this life of the process.
+        trace: gets plans and results; the driver closes it.
+        new_session: draws the identities of sessions.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        config: SchedulerConfig,
+        boot_id: BootId,
+        trace: PlanTrace | None = None,
+        new_session: Callable[[], SessionId] = new_session_id,
+    ) -> None:
+        self.core = Scheduler(config)
+        self.sessions = Sessions(channel, config, boot_id, new_session)
+        self._boot_id = boot_id
+        self._trace = trace
+        self._idle_check = IdleCheck(self.core.check)
+
+    @property
+    def next_timer(self) -> float | None:
+        """When `turn` must be called again at the latest; None while only a message can change anything."""
+        timers = (self.sessions.next_timer, self.core.next_timer, self._idle_check.due)
+        return min((timer for timer in timers if timer is not None), default=None)
+
+    @property
+    def num_failed_checks(self) -> int:
+        """Times that the idle state contradicted itself."""
+        return self._idle_check.num_failed
+
+    def turn(self, now: float) -> None:
+        """Receive what waits, do what is due, let the core decide, send.
+
+        Args:
+            now: monotonic seconds.
+        """
+        self.sessions.receive(now)
+        self.sessions.keep_alive(now, self.core.has_outstanding_plans)
+        happened = self._settle(now)
+        for peer, request in self.sessions.take_status_requests():
+            self._report(peer, request, now)
+        self._check_when_idle(now, happened)
+
+    def leave(self, reason: str) -> None:
+        """Say Goodbye to all peers."""
+        self.sessions.leave(reason)
+
+    def _settle(self, now: float) -> bool:
+        """Tell the core what has happened until nothing new comes of it: each round after the first ended a session.
+
+        Returns whether anything had happened.
+        """
+        events = self.sessions.take_events()
+        happened = bool(events)
+        while True:
+            self._trace_results(events, now)
+            instructions = self.core.on_events(events, now)
+            self._perform(instructions, now)
+            happened = happened or bool(instructions)
+            events = self.sessions.take_events()
+            if not events:
+                return happened
+
+    def _trace_results(self, events: list[Event], now: float) -> None:
+        if self._trace is None:
+            return
+        for event in events:
+            if isinstance(event, StepCompleted):
+                self._trace.result(event.result, now)
+
+    def _perform(self, instructions: list[Instruction], now: float) -> None:
+        for instruction in instructions:
+            match instruction:
+                case SendPlan(plan):
+                    if self._trace is not None:
+                        self._trace.plan(plan, self.core.figures, now)
+                    if (peer := self._peer(plan.epoch)) is not None:
+                        self.sessions.send(peer, plan)
+                case EmitOutput(frontend, message) | AnswerCacheReset(frontend, message):
+                    if (peer := self._peer(frontend)) is not None:
+                        self.sessions.send(peer, message)
+                case EndWorkerSession(session, reason) | EndFrontendSession(session, reason):
+                    if (peer := self._peer(session)) is not None:
+                        self.sessions.end(peer, reason)
+
+    def _peer(self, session: int) -> PeerRecord | None:
+        return self.sessions.peers.by_session(SessionId(session))
+
+    def _check_when_idle(self, now: float, happened: bool) -> None:
+        is_idle = not self.core.has_outstanding_plans and self.core.figures.num_requests == 0
+        violation = self._idle_check.turn(now, happened=happened, idle=is_idle)
+        if violation is not None:
+            _log.error("the idle scheduler contradicts itself: %s", violation)
+
+    def _report(self, peer: PeerRecord, request: StatusRequest, now: float) -> None:
+        figures = self.core.figures
+        report = StatusReport(
+            tag_id=request.tag_id,
+            processes=tuple(self._processes(now)),
+            running=figures.num_running,
+            waiting=figures.num_waiting,
+            total_blocks=figures.num_blocks,
+            free_blocks=figures.num_free_blocks,
+            block_size=figures.block_size,
+            steps=figures.num_steps,
+            preemptions=figures.num_preemptions,
+            cached_blocks=figures.num_cached_blocks,
+            prompt_tokens=figures.num_prompt_tokens,
+            cached_prompt_tokens=figures.num_cached_prompt_tokens,
+            recomputed_tokens=figures.num_recomputed_tokens,
+            failed_checks=self.num_failed_checks,
+        )
+        self.sessions.send(peer, report)
+
+    def _processes(self, now: float) -> list[ProcessInfo]:
+        sessions = self.sessions
+        worker = sessions.peers.worker
+        state = "ready" if worker is not None else "connecting"
+        found = [ProcessInfo("scheduler", os.getpid(), self._boot_id, worker.session.id if worker else 0, state)]
+        for peer in sessions.peers:
+            role = "worker" if peer.is_worker else "frontend"
+            found.append(ProcessInfo(role, peer.hello.pid, peer.hello.boot_id, peer.session.id, "ready"))
+        if worker is None and (loading := sessions.loading) and now - loading[1] < LOADING_SHOWN_S:
+            found.append(ProcessInfo("worker", loading[0].pid, loading[0].boot_id, 0, "loading"))
+        elif worker is None and (lost := sessions.last_worker) is not None:
+            found.append(ProcessInfo("worker", lost.pid, lost.boot_id, 0, "lost"))
+        return found

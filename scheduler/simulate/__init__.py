@@ -1,0 +1,1 @@
+"""The scheduler without sockets and tensors: a fake worker, lossy links, a virtual clock, policies side by side."""

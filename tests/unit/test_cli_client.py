@@ -1,0 +1,113 @@
+"""octavo generate, chat, status and cache reset against a service that says what the test wants."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from typer.testing import CliRunner, Result
+
+from octavo.cli.errors import CommandError
+from octavo.cli.main import build
+from octavo.v1 import admin_pb2, admin_pb2_grpc
+from octavo.v1 import generation_pb2 as pb
+from octavo.v1 import generation_pb2_grpc as rpc
+
+
+class FakeService(rpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServicer):
+    """Keeps the requests, answers "yes", and reports `status`."""
+
+    def __init__(self) -> None:
+        self.inputs: list[pb.GenerationInput] = []
+        self.num_resets = 0
+        self.refusal = ""
+        self.status = admin_pb2.GetStatusResponse(models=["tiny"], ready=True, max_model_len=64)
+        self.address = ""
+
+    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.GenerateResponse:
+        raise NotImplementedError  # the commands stream
+
+    def GenerateStream(
+        self, request: pb.GenerateStreamRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateStreamResponse]:
+        self.inputs.append(request.input)
+        yield pb.GenerateStreamResponse(delta=pb.Delta(text="yes"))
+
+    def GetStatus(
+        self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.GetStatusResponse:
+        return self.status
+
+    def ResetPrefixCache(
+        self, request: admin_pb2.ResetPrefixCacheRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.ResetPrefixCacheResponse:
+        if self.refusal:
+            context.abort(grpc.StatusCode.UNAVAILABLE, self.refusal)
+        self.num_resets += 1
+        return admin_pb2.ResetPrefixCacheResponse(dropped_blocks=42)
+
+
+@pytest.fixture
+def service() -> Iterator[FakeService]:
+    running = FakeService()
+    server = grpc.server(ThreadPoolExecutor(2))
+    rpc.add_GenerationServiceServicer_to_server(running, server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(running, server)
+    running.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield running
+    server.stop(None).wait()
+
+
+def run(service: FakeService, *arguments: str) -> Result:
+    return CliRunner().invoke(build(arguments[0]), [*arguments, "--address", service.address])
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_priority_and_salt_reach_the_service(service: FakeService, command: str) -> None:
+    done = run(service, command, "is it so?", "--priority", "-3", "--cache-salt", "pepper", "--max-tokens", "7")
+    assert (done.exit_code, done.output) == (0, "yes\n")
+    (request,) = service.inputs
+    assert (request.priority, request.cache_salt, request.stopping.max_tokens) == (-3, "pepper", 7)
+    assert run(service, command, "is it so?").exit_code == 0
+    assert (service.inputs[1].priority, service.inputs[1].cache_salt) == (0, "")
+
+
+def test_a_priority_that_no_request_can_have_is_refused(service: FakeService) -> None:
+    done = run(service, "generate", "x", "--priority", str(2**31))
+    assert done.exit_code == 2
+    assert not service.inputs
+
+
+def test_cache_reset_says_how_much_was_dropped(service: FakeService) -> None:
+    done = run(service, "cache", "reset")
+    assert (done.exit_code, done.output, service.num_resets) == (0, "42 blocks can no longer be found\n", 1)
+
+
+def test_a_cache_reset_that_failed_is_no_success(service: FakeService) -> None:
+    service.refusal = "the scheduler is gone"
+    done = run(service, "cache", "reset")
+    assert isinstance(done.exception, CommandError)
+    assert str(done.exception) == "UNAVAILABLE: the scheduler is gone"
+
+
+def test_status_shows_the_hit_rate(service: FakeService) -> None:
+    held = service.status.scheduler
+    held.total_blocks, held.cached_blocks, held.recomputed_tokens = 64, 17, 31
+    assert "prefix cache: 17 blocks, no prompt yet" in run(service, "status").output
+    held.prompt_tokens, held.cached_prompt_tokens = 800, 100
+    done = run(service, "status")
+    assert done.exit_code == 0
+    assert "prefix cache: 17 blocks, 12.5 % of 800 prompt tokens found" in done.output
+    assert "31 tokens recomputed" in done.output
+    assert "contradicted" not in done.output
+    held.failed_checks = 2
+    assert "contradicted itself 2 times" in run(service, "status").output
+
+
+def test_status_as_json_has_every_field(service: FakeService) -> None:
+    service.status.scheduler.cached_prompt_tokens = 5
+    held = json.loads(run(service, "status", "--json").output)["scheduler"]
+    assert set(held) == {field.name for field in admin_pb2.SchedulerStatus.DESCRIPTOR.fields}
+    assert held["cached_prompt_tokens"] == "5"
