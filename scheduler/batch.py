@@ -19,6 +19,8 @@ class Batch:
         self._running: dict[int, Sequence] = {}  # by sequence number, in order of entry
         self._free = [Row(row) for row in reversed(range(num_rows))]
         self._to_free: list[Row] = []
+        self.version = 0
+        """Changes whenever a sequence enters or leaves."""
 
     def __len__(self) -> int:
         return len(self._running)
@@ -33,6 +35,7 @@ class Batch:
 
     def enter(self, sequence: Sequence) -> None:
         """Give a sequence a row; `has_free_row` said that there is one."""
+        self.version += 1
         sequence.take_row(self._free.pop())
         self._running[sequence.number] = sequence
 
@@ -40,6 +43,7 @@ class Batch:
         """Take a sequence's row; no plan after `newest_step` names it."""
         if (row := sequence.row) is None:
             raise InvariantViolation(f"{sequence.request.name}/{sequence.choice} leaves the batch, but has no row")
+        self.version += 1
         del self._running[sequence.number]
         self._free.append(row)
         self._to_free.append(row)

@@ -35,8 +35,12 @@ class BlockPool:
         block = self._next[NULL_BLOCK]
         if block == NULL_BLOCK:
             raise OutOfBlocks(f"all {self.num_blocks - 1} blocks are in use")
-        self._unlink(block)
+        after = self._next[block]
+        self._next[NULL_BLOCK] = after
+        self._previous[after] = NULL_BLOCK
+        self._next[block] = self._previous[block] = _NOT_FREE
         self._counts[block] = 1
+        self.num_free -= 1
         return BlockId(block)
 
     def share(self, block: BlockId) -> None:

@@ -52,14 +52,15 @@ class PrefixCache:
         end = min(num_tokens, sequence.num_known) // self._block_size
         if sequence.num_published >= end:
             return
-        table = self._tables.table(sequence.number)
+        table, keys = self._tables.table(sequence.number), sequence.keys
         for index in range(sequence.num_published, end):
-            if index == len(sequence.keys):
+            if index == len(keys):
                 if self._num_hashes_left == 0:
                     return  # later: whatever grows a table comes back here
                 self._num_hashes_left -= 1
-                sequence.keys.append(sequence.hash_block(index, self._block_size))
-            self._index.publish(table[index], sequence.keys[index], sequence.parent_key(index), sequence.number)
+                keys.append(sequence.hash_block(index, self._block_size))
+            parent = keys[index - 1] if index else sequence.request.prefix_root
+            self._index.publish(table[index], keys[index], parent, sequence.number)
             sequence.num_published = index + 1
 
     def withdraw(self, sequence: Sequence) -> set[BlockId]:

@@ -410,6 +410,8 @@ class Scheduler:
         for index, logprobs in matched.logprobs.items():
             if self._counts(record, index):
                 self._outputs.emit_logprobs(record.sequences[index], logprobs)
+        for s in record.first_draws:
+            s.first_token_at = s.first_token_at or now
         frontend, emitted = None, []
         for s, residency, token in zip(sequences, residencies, tokens, strict=True):
             if s.residency == residency:
@@ -422,8 +424,6 @@ class Scheduler:
                 frontend = s.frontend
                 emitted = self._outputs.tokens_of(frontend)
             emitted += (s.handle, s.choice, known - s.num_prompt - 1, token)
-            if s.first_token_at is None:
-                s.first_token_at = now
             if (token in s.stop_ids or known > s.plan_limit) and (reason := _finish_reason(s)) is not None:
                 self._outputs.finish(s, reason, now)
                 self._finish(s)

@@ -16,6 +16,9 @@ MAX_NEW_IDS = MAX_MESSAGE_BYTES // 8
 """Most column elements (4 bytes each) that the new rows of one plan bring, unless one row has more: half a message."""
 
 
+_DECODE = (1, FLAG_SAMPLE)
+
+
 class Fork(NamedTuple):
     """A sequence that starts from the state of a sibling that draws its first token in this plan."""
 
@@ -25,16 +28,21 @@ class Fork(NamedTuple):
 
 @dataclass(slots=True)
 class Draft:
-    """Parallel lists of the sequences of a step, and its deltas. It dies with the step."""
+    """The sequences of a step, and its deltas. It dies with the step.
+
+    Nearly all sequences of a step decode: they compute one token and draw the next. What another one does stands in
+    `chunks`.
+    """
 
     step: int
     num_left: int
     """Tokens that may still be given."""
     max_chunk_tokens: int
     sequences: list[Sequence] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    """Tokens that each computes."""
-    flags: list[int] = field(default_factory=list)
+    chunks: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
+    """Tokens computed and flags of the sequences that do something else than compute one token and draw another."""
+    first_draws: list[Sequence] = field(default_factory=list)
+    """Sequences that caught up with what is known of them in this plan, and may draw their first token."""
     grown: dict[Sequence, None] = field(default_factory=dict)
     """Sequences whose tables have blocks that the worker has not been told."""
     filled: list[Sequence] = field(default_factory=list)
@@ -62,8 +70,10 @@ class Draft:
         sequence.num_expected += samples
         self.num_left -= num_tokens
         self.sequences.append(sequence)
-        self.counts.append(num_tokens)
-        self.flags.append(FLAG_SAMPLE if samples else 0)
+        if num_tokens != 1 or not samples:
+            self.chunks[sequence] = (num_tokens, FLAG_SAMPLE if samples else 0)
+        if samples and sequence.first_token_at is None:
+            self.first_draws.append(sequence)
 
     def take_back(self, sequence: Sequence) -> None:
         """Undo whatever this plan would have done for a running sequence, which gives way."""
@@ -71,31 +81,66 @@ class Draft:
         self.grown.pop(sequence, None)
         if sequence not in self.sequences:
             return
-        index = self.sequences.index(sequence)
-        del self.sequences[index]
-        num_tokens, flag = self.counts.pop(index), self.flags.pop(index)
+        self.sequences.remove(sequence)
+        num_tokens, flag = self.chunks.pop(sequence, _DECODE)
         self.num_left += num_tokens
         sequence.num_planned -= num_tokens
         sequence.num_expected -= flag == FLAG_SAMPLE
-        if sequence in self.filled:
-            self.filled.remove(sequence)
-        if sequence in self.leaders:
-            self.leaders.remove(sequence)
+        for chosen in (self.filled, self.leaders, self.first_draws):
+            if sequence in chosen:
+                chosen.remove(sequence)
 
-    def record(self) -> PlanRecord:
+    def columns(self) -> "Columns":
+        """Return what the plan says of its rows."""
+        chunks = [self.chunks.get(s, _DECODE) for s in self.sequences]
+        counts, flags = [n for n, _ in chunks], [flag for _, flag in chunks]
+        return Columns(
+            self.sequences,
+            [s.residency for s in self.sequences],
+            counts,
+            flags,
+            pack_ints([row_of(s) for s in self.sequences]),
+            pack_ints(counts),
+            pack_ints(flags),
+        )
+
+    def record(self, columns: "Columns") -> PlanRecord:
         """Return what the result of the plan will be matched with."""
-        sequences, counts = self.sequences, self.counts
-        chunks: list[Chunk] = []
-        if 0 in self.flags:
-            rows = list(zip(self.sequences, self.counts, self.flags, strict=True))
-            chunks = [Chunk(s, s.residency, n) for s, n, flag in rows if not flag]
-            sequences = [s for s, _, flag in rows if flag]
-            counts = [n for _, n, flag in rows if flag]
-        if self.forks:
-            sequences = sequences + [fork.target for fork in self.forks]
-            counts = counts + [f.target.num_planned - f.target.num_confirmed for f in self.forks]
-        rows_column = pack_ints([row_of(s) for s in sequences])
-        return PlanRecord(self.step, rows_column, sequences, [s.residency for s in sequences], counts, chunks)
+        if not self.chunks and not self.forks:
+            return PlanRecord(
+                self.step,
+                columns.packed_rows,
+                columns.sequences,
+                columns.residencies,
+                columns.counts,
+                [],
+                self.first_draws,
+            )
+        rows = list(zip(columns.sequences, columns.residencies, columns.counts, columns.flags, strict=True))
+        drawing = [(s, residency, n) for s, residency, n, flag in rows if flag]
+        forked = [fork.target for fork in self.forks]
+        drawing += [(s, s.residency, s.num_planned - s.num_confirmed) for s in forked]
+        return PlanRecord(
+            self.step,
+            pack_ints([row_of(s) for s, _, _ in drawing]),
+            [s for s, _, _ in drawing],
+            [residency for _, residency, _ in drawing],
+            [n for _, _, n in drawing],
+            [Chunk(s, residency, n) for s, residency, n, flag in rows if not flag],
+            self.first_draws + forked,
+        )
+
+
+class Columns(NamedTuple):
+    """What a plan says of its rows; if the same sequences only decode, it serves again for the next plan."""
+
+    sequences: list[Sequence]
+    residencies: list[int]
+    counts: list[int]
+    flags: list[int]
+    packed_rows: bytes
+    packed_counts: bytes
+    packed_flags: bytes
 
 
 def row_of(sequence: Sequence) -> Row:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -51,7 +52,7 @@ class Loop:
             self._context.term()
             raise
         boot_id = new_boot_id()
-        self.service = Service(self._channel, config, boot_id, self._trace)
+        self.service = Service(self._channel, config, boot_id, os.getpid(), self._trace)
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)

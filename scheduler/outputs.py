@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from octavo.scheduler.sequence import Request, Sequence
-from octavo.wire.columns import pack_ints
+from octavo.wire.columns import deinterleave
 from octavo.wire.ids import SessionId
 from octavo.wire.plan import RowLogprobs
 from octavo.wire.requests import ChoiceFinished, ChoiceLogprobs, FinishReason, RequestFailed, RequestStarted, StepOutput
@@ -18,12 +18,13 @@ class _Gathered:
     failed: list[RequestFailed] = field(default_factory=list)
 
     def build(self) -> StepOutput:
+        handle, choice, position, token = deinterleave(self.tokens, 4)
         return StepOutput(
             tuple(self.started),
-            pack_ints(self.tokens[0::4]),
-            pack_ints(self.tokens[1::4]),
-            pack_ints(self.tokens[2::4]),
-            pack_ints(self.tokens[3::4]),
+            handle,
+            choice,
+            position,
+            token,
             tuple(self.logprobs),
             tuple(self.finished),
             tuple(self.failed),

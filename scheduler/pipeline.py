@@ -35,6 +35,8 @@ class PlanRecord:
     num_tokens: list[int]
     """Computed for each; for a forked one, those of its source that are not confirmed."""
     chunks: list[Chunk]
+    first_draws: list[Sequence]
+    """Sequences that draw their first token, perhaps: who was preempted draws its next one."""
 
 
 class Matched(NamedTuple):

@@ -10,7 +10,7 @@ from octavo.scheduler.batch import Batch
 from octavo.scheduler.blocks import BlockPool
 from octavo.scheduler.cache import PrefixCache
 from octavo.scheduler.config import Limits
-from octavo.scheduler.draft import MAX_NEW_IDS, Draft, Fork, new_row, num_new_ids, row_of
+from octavo.scheduler.draft import MAX_NEW_IDS, Columns, Draft, Fork, new_row, num_new_ids, row_of
 from octavo.scheduler.errors import InvariantViolation
 from octavo.scheduler.pipeline import PlanRecord
 from octavo.scheduler.policy import Policy
@@ -20,7 +20,7 @@ from octavo.scheduler.sequence import Sequence, Status
 from octavo.scheduler.tables import BlockTables
 from octavo.wire.columns import pack_ints
 from octavo.wire.ids import BlockId, Row, SessionId
-from octavo.wire.plan import FLAG_SAMPLE, StepPlan
+from octavo.wire.plan import StepPlan
 
 
 class BuiltPlan(NamedTuple):
@@ -49,6 +49,7 @@ class Planner:
         self._waiting = waiting
         self._policy = policy
         self._max_preemptions = max_preemptions
+        self._decode: tuple[int, Columns] | None = None  # of the newest plan in which each of a batch drew a token
 
     def remove(self, sequence: Sequence, status: Status, newest_step: int) -> None:
         """Take a running sequence's row and blocks; no plan after `newest_step` names it."""
@@ -107,21 +108,35 @@ class Planner:
     # Running sequences
 
     def _choose_running(self, draft: Draft) -> None:
-        add, count, flag = draft.sequences.append, draft.counts.append, draft.flags.append
+        add = draft.sequences.append
+        num_left, block_size = draft.num_left, self.limits.block_size
         for s in list(self.batch):
-            if draft.num_left <= 0:
-                return
+            if num_left <= 0:
+                break
             end = s.num_planned + 1
-            if end == s.num_expected and end <= s.num_fast:
+            if end == s.num_expected and (end <= s.num_fast or self._add_block(s, end, block_size, draft)):
                 # Draft.add for the common case, one more token of a decode: this loop is most of a step's cost.
                 s.num_planned = end
                 s.num_expected = end + 1
-                draft.num_left -= 1
+                num_left -= 1
                 add(s)
-                count(1)
-                flag(FLAG_SAMPLE)
             else:
+                draft.num_left = num_left
                 self._choose_one(s, draft)
+                num_left = draft.num_left
+        draft.num_left = num_left
+
+    def _add_block(self, s: Sequence, end: int, block_size: int, draft: Draft) -> bool:
+        """Give a decode whose blocks are full another one, for token `end`; False if that is not all there is to do."""
+        full = end - 1
+        if full != s.num_fast or full % block_size or end > s.plan_limit or not full:
+            return False
+        if not self.tables.add_block(s.number):
+            return False
+        s.num_fast = min(full + block_size, s.plan_limit)
+        draft.grown[s] = None
+        draft.filled.append(s)
+        return True
 
     def _choose_one(self, s: Sequence, draft: Draft) -> None:
         if s.row is None:  # preempted for one before it
@@ -144,8 +159,8 @@ class Planner:
         if num_blocks > s.num_blocks_sent:
             draft.grown[s] = None
         draft.add(s, num_tokens)
-        waits_for_it = s.num_planned < s.num_prompt and s.request.held
-        s.num_fast = 0 if waits_for_it else min(num_blocks * self.limits.block_size, s.plan_limit)
+        is_behind = s.num_planned < s.num_known  # whoever draws a first token comes here, not to the fast path
+        s.num_fast = 0 if is_behind else min(num_blocks * self.limits.block_size, s.plan_limit)
 
     def _secure(self, sequence: Sequence, end: int, draft: Draft) -> bool:
         """Preempt until a running sequence can grow to `end` tokens; False if it had to give way itself."""
@@ -284,12 +299,13 @@ class Planner:
             append_row += [row_of(s)] * len(new_blocks)
             append_block += new_blocks
             s.num_blocks_sent = len(table)
+        columns = self._columns(draft)
         plan = StepPlan(
             epoch=self._epoch,
             step=draft.step,
-            row=pack_ints([row_of(s) for s in draft.sequences]),
-            num_tokens=pack_ints(draft.counts),
-            flags=pack_ints(draft.flags),
+            row=columns.packed_rows,
+            num_tokens=columns.packed_counts,
+            flags=columns.packed_flags,
             new_rows=tuple(new_row(s) for s in draft.entered),
             copy_row=pack_ints([row_of(s) for s in draft.copies]),
             copy_src=pack_ints([source for source, _ in draft.copies.values()]),
@@ -301,5 +317,16 @@ class Planner:
             fork_choice=pack_ints([fork.target.choice for fork in draft.forks]),
             freed_rows=pack_ints(self.batch.take_freed_rows()),
         )
-        self._policy.on_planned(draft.sequences, draft.counts)
-        return BuiltPlan(plan, draft.record(), draft.entered + [fork.target for fork in draft.forks])
+        self._policy.on_planned(columns.sequences, columns.counts)
+        return BuiltPlan(plan, draft.record(columns), draft.entered + [fork.target for fork in draft.forks])
+
+    def _columns(self, draft: Draft) -> Columns:
+        """Return the columns of the plan's rows: the last ones, if the same sequences decode again."""
+        version = self.batch.version
+        if self._decode is not None and not draft.chunks:
+            if self._decode[0] == version and self._decode[1].sequences == draft.sequences:
+                return self._decode[1]
+        columns = draft.columns()
+        if not draft.chunks:
+            self._decode = (version, columns)
+        return columns

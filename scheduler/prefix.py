@@ -48,12 +48,10 @@ class PrefixIndex:
         Raises:
             InvariantViolation: the block has another key.
         """
-        if key in self._entries:
+        if self._entries.setdefault(key, entry := Entry(block, parent, publisher)) is not entry:
             return
-        if block in self._keys:
+        if self._keys.setdefault(block, key) is not key:
             raise InvariantViolation(f"block {block} is published twice, under different keys")
-        self._entries[key] = Entry(block, parent, publisher)
-        self._keys[block] = key
 
     def has(self, block: BlockId) -> bool:
         """Say whether a block can be found."""

@@ -142,18 +142,15 @@ class Sequence:
         keys = self.request.prefix_keys
         self.keys = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
 
-    def parent_key(self, index: int) -> bytes:
-        """Return the key that a block's key is chained on."""
-        return self.keys[index - 1] if index else self.request.prefix_root
-
     def hash_block(self, index: int, block_size: int) -> bytes:
         """Return the key of a block whose ids are all known, as is the key of the block before it."""
-        begin, end = index * block_size, (index + 1) * block_size
-        num_prompt = self.num_prompt
-        ids = self.request.prompt_ids[4 * begin : 4 * end]
-        if end > num_prompt:
-            ids += pack_ints(self.output_ids[max(0, begin - num_prompt) : end - num_prompt])
-        return block_key(self.parent_key(index), ids)
+        begin = index * block_size - self.num_prompt
+        end = begin + block_size
+        if begin >= 0:
+            ids = pack_ints(self.output_ids[begin:end])
+        else:
+            ids = self.request.prompt_ids[4 * begin :][: 4 * block_size] + pack_ints(self.output_ids[: max(0, end)])
+        return block_key(self.keys[index - 1] if index else self.request.prefix_root, ids)
 
     def take_row(self, row: Row) -> None:
         """Enter the batch."""

@@ -4,7 +4,6 @@ The loop drives it over ZeroMQ on the real clock, the simulator over links of it
 """
 
 import logging
-import os
 from collections.abc import Callable
 
 from octavo.scheduler.config import SchedulerConfig
@@ -39,6 +38,7 @@ class Service:
         channel: the way to the peers; the driver closes it.
         config: settings.
         boot_id: identity of this life of the process.
+        pid: of the process, for reports.
         trace: gets plans and results; the driver closes it.
         new_session: draws the identities of sessions.
     """
@@ -48,12 +48,14 @@ class Service:
         channel: Channel,
         config: SchedulerConfig,
         boot_id: BootId,
+        pid: int,
         trace: PlanTrace | None = None,
         new_session: Callable[[], SessionId] = new_session_id,
     ) -> None:
         self.core = Scheduler(config)
         self.sessions = Sessions(channel, config, boot_id, new_session)
         self._boot_id = boot_id
+        self._pid = pid
         self._trace = trace
         self._idle_check = IdleCheck(self.core.check)
 
@@ -81,6 +83,10 @@ class Service:
             self._report(peer, request, now)
         self._check_when_idle(now, happened)
 
+    def decide(self, events: list[Event], now: float) -> list[Instruction]:
+        """Tell the core what has happened; return what is to be done. A seam for those who watch."""
+        return self.core.on_events(events, now)
+
     def leave(self, reason: str) -> None:
         """Say Goodbye to all peers."""
         self.sessions.leave(reason)
@@ -94,7 +100,7 @@ class Service:
         happened = bool(events)
         while True:
             self._trace_results(events, now)
-            instructions = self.core.on_events(events, now)
+            instructions = self.decide(events, now)
             self._perform(instructions, now)
             happened = happened or bool(instructions)
             events = self.sessions.take_events()
@@ -156,7 +162,7 @@ class Service:
         sessions = self.sessions
         worker = sessions.peers.worker
         state = "ready" if worker is not None else "connecting"
-        found = [ProcessInfo("scheduler", os.getpid(), self._boot_id, worker.session.id if worker else 0, state)]
+        found = [ProcessInfo("scheduler", self._pid, self._boot_id, worker.session.id if worker else 0, state)]
         for peer in sessions.peers:
             role = "worker" if peer.is_worker else "frontend"
             found.append(ProcessInfo(role, peer.hello.pid, peer.hello.boot_id, peer.session.id, "ready"))

@@ -91,6 +91,13 @@ class BlockTables:
         for _ in range(self.blocks_for(num_tokens) - len(table)):
             table.append(self._take(number))
 
+    def add_block(self, number: int) -> bool:
+        """Give a sequence one more block; False if none is to be had for it."""
+        if self._pool.num_free == self._num_reserved and not self._reserved.get(number):
+            return False
+        self._tables[number].append(self._take(number))
+        return True
+
     def copy_last(self, number: int) -> tuple[BlockId, BlockId]:
         """Replace a table's last block by one of its own; return the block to copy from and the one to copy to.
 
@@ -151,7 +158,7 @@ class BlockTables:
     def _take(self, number: int) -> BlockId:
         block = self._pool.take()
         self._index.drop(block)
-        if number in self._reserved:
+        if self._reserved and number in self._reserved:
             self._reserved[number] -= 1
             self._num_reserved -= 1
         return block

@@ -197,7 +197,9 @@ def resolve(facts: WorkerFacts, **settings: int) -> ServiceFacts:
 
 
 def test_unset_limits_are_the_workers_or_the_pools() -> None:
-    assert resolve(make_facts()) == ServiceFacts(1000, max_model_len=512, block_size=16, max_num_seqs=16)
+    assert resolve(make_facts()) == ServiceFacts(
+        1000, max_model_len=512, block_size=16, max_num_seqs=16, scheduling_policy="fcfs", prefix_caching=True
+    )
     assert resolve(make_facts(num_blocks=11)).max_model_len == 160
     assert resolve(make_facts(), max_model_len=100, max_num_seqs=2) == ServiceFacts(1000, 100, 16, 2)
 

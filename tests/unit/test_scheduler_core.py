@@ -193,7 +193,7 @@ def test_a_freed_row_is_freed_and_taken_by_one_plan() -> None:
     assert isinstance(plan, SendPlan)
     assert plan.plan.freed_rows == pack_ints([0])
     assert [new.request for new in plan.plan.new_rows] == [f"{FRONTEND:x}-2"]
-    assert plan.plan.append_block == pack_ints([2]), "the block that has been free the longest comes first"
+    assert plan.plan.append_block == pack_ints([1]), "a block that cannot be found again is taken first"
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9])
@@ -509,7 +509,7 @@ def test_a_smaller_worker_fails_what_it_cannot_hold() -> None:
 # Replay
 
 
-@pytest.mark.parametrize("index", range(0, 16, 2))
+@pytest.mark.parametrize("index", range(0, 14, 2))
 def test_a_replay_goes_on_after_the_received_ids(index: int) -> None:
     driver = CoreDriver(make_facts(block_size=4, max_num_batched_tokens=7))
     driver.worker_ready()

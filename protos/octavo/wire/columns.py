@@ -21,6 +21,16 @@ def pack_ints(values: Iterable[int]) -> bytes:
     return _to_little(array("i", values))
 
 
+def deinterleave(values: Iterable[int], count: int) -> list[bytes]:
+    """Pack integers that come in groups of `count` into as many columns of int32.
+
+    Raises:
+        OverflowError: a value does not fit 32 bits.
+    """
+    together = array("i", values)
+    return [_to_little(together[i::count]) for i in range(count)]
+
+
 def pack_floats(values: Iterable[float]) -> bytes:
     """Pack numbers into a column of float32."""
     return _to_little(array("f", values))
