@@ -18,6 +18,7 @@ from octavo.scheduler.events import (
     WorkerLost,
     WorkerReady,
 )
+from octavo.scheduler.figures import Figures
 from octavo.scheduler.instructions import (
     AnswerCacheReset,
     EmitOutput,
@@ -26,6 +27,7 @@ from octavo.scheduler.instructions import (
     Instruction,
     SendPlan,
 )
+from octavo.scheduler.intake import Intake
 from octavo.scheduler.outputs import Outputs
 from octavo.scheduler.pipeline import Matched, Pipeline, PlanRecord
 from octavo.scheduler.planner import Planner
@@ -33,13 +35,12 @@ from octavo.scheduler.policy import POLICIES, Policy
 from octavo.scheduler.queues import WaitingQueue
 from octavo.scheduler.sequence import Request, Sequence, Status
 from octavo.scheduler.state import RequestTable
-from octavo.wire.columns import column_length, unpack_ints
+from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import WorkerFacts
-from octavo.wire.ids import Handle, SessionId
+from octavo.wire.ids import SessionId
 from octavo.wire.plan import FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, StepResult
 from octavo.wire.requests import (
     FailureCode,
-    FinishReason,
     PrefixCacheReset,
     RequestFailed,
     ResetPrefixCache,
@@ -50,34 +51,6 @@ _FAULTS = {
     FAULT_NONFINITE_LOGITS: "non-finite logits",
     FAULT_NO_CANDIDATE: "masks and filters left no id that could be drawn",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What the core holds at one moment, for reports."""
-
-    num_requests: int
-    num_running: int
-    """Sequences with a row."""
-    num_waiting: int
-    """Sequences without one."""
-    num_blocks: int
-    """That can be used; 0 without a worker."""
-    num_free_blocks: int
-    block_size: int
-    num_steps: int
-    """Finished in all epochs."""
-    num_preemptions: int
-    num_old_results: int
-    """Results of earlier epochs, ignored."""
-    num_cached_blocks: int
-    """That can be found in the prefix cache, in use or free."""
-    num_prompt_tokens: int
-    """Of all requests that have started."""
-    num_cached_prompt_tokens: int
-    """Of these, found in the prefix cache."""
-    num_recomputed_tokens: int
-    """Computed again after preemptions, faults and losses of a worker."""
 
 
 @dataclass(slots=True)
@@ -105,7 +78,7 @@ class Scheduler:
         self._limits: Limits | None = None  # of the newest worker; admission needs them while it is away
         self._lost_at: float | None = None
         self._endings: list[Instruction] = []
-        self._num_requests = self._num_sequences = 0  # ever
+        self._intake = Intake(config.enable_prefix_caching)
         self._num_steps = self._num_preemptions = self._num_recomputed_tokens = 0  # of ended epochs
         self._num_old_results = 0
         self._num_prompt_tokens = self._num_cached_prompt_tokens = 0
@@ -267,50 +240,10 @@ class Scheduler:
             failed = RequestFailed(message.handle, FailureCode.DEADLINE, "the deadline has passed")
             self._outputs.fail(frontend, failed)
             return
-        self._admit(self._make_request(frontend, message, now), message, now)
+        self._admit(self._intake.make_request(frontend, message, now), message, now)
 
     def _recovery_is_over(self, now: float) -> bool:
         return self._lost_at is not None and now >= self._lost_at + self._config.recovery_timeout_s
-
-    def _make_request(self, frontend: SessionId, message: SubmitRequest, now: float) -> Request:
-        self._num_requests += 1
-        request = Request(
-            frontend=frontend,
-            handle=Handle(message.handle),
-            arrival=self._num_requests,
-            prompt_ids=message.prompt_ids,
-            num_prompt_tokens=column_length(message.prompt_ids),
-            max_output_tokens=message.max_tokens,
-            sampling=message.sampling,
-            stop_ids=frozenset(unpack_ints(message.stop_token_ids)),
-            submitted_at=now,
-            deadline=float("inf") if message.deadline_s is None else now + message.deadline_s,
-            is_replay=bool(message.output_ids),
-            caller=message.caller,
-            priority=message.priority,
-        )
-        if self._config.enable_prefix_caching:
-            request.prefix_root, request.prefix_keys = message.prefix_root, message.prefix_keys
-        for choice in range(message.num_choices):
-            output = list(unpack_ints(message.output_ids[choice])) if message.output_ids else []
-            self._num_sequences += 1
-            num_known = request.num_prompt_tokens + len(output)
-            request.sequences.append(
-                Sequence(
-                    request,
-                    choice,
-                    self._num_sequences,
-                    output,
-                    num_known,
-                    num_expected=num_known,
-                    num_prompt=request.num_prompt_tokens,
-                    plan_limit=request.num_prompt_tokens + request.max_output_tokens - 1,
-                    handle=request.handle,
-                    frontend=frontend,
-                    stop_ids=request.stop_ids,
-                )
-            )
-        return request
 
     def _admit(self, request: Request, message: SubmitRequest, now: float) -> None:
         finished = set(unpack_ints(message.finished_choices))
@@ -327,7 +260,7 @@ class Scheduler:
         for sequence in request.sequences:
             if sequence.choice in finished:
                 self._finish(sequence)
-            elif (reason := _finish_reason(sequence)) is not None:
+            elif (reason := sequence.finish_reason()) is not None:
                 # Its last token arrived before the old session ended, but not the message that it was the last.
                 self._outputs.finish(sequence, reason, now)
                 self._finish(sequence)
@@ -414,17 +347,18 @@ class Scheduler:
             s.first_token_at = s.first_token_at or now
         frontend, emitted = None, []
         for s, residency, token in zip(sequences, residencies, tokens, strict=True):
+            known = s.num_known
             if s.residency == residency:
-                s.num_confirmed = s.num_known
+                s.num_confirmed = known
             elif s.status is Status.FINISHED or record.step <= s.void_through:
                 continue
-            s.num_known = known = s.num_known + 1
+            s.num_known = known + 1
             s.output_ids.append(token)
             if s.frontend != frontend:
                 frontend = s.frontend
                 emitted = self._outputs.tokens_of(frontend)
-            emitted += (s.handle, s.choice, known - s.num_prompt - 1, token)
-            if (token in s.stop_ids or known > s.plan_limit) and (reason := _finish_reason(s)) is not None:
+            emitted += (s.handle, s.choice, known - s.num_prompt, token)
+            if (token in s.stop_ids or known >= s.plan_limit) and (reason := s.finish_reason()) is not None:
                 self._outputs.finish(s, reason, now)
                 self._finish(s)
 
@@ -545,14 +479,3 @@ class Scheduler:
             self._num_cached_prompt_tokens += num_cached
             self._requests.mark_started(sequence.request)
             self._outputs.start(sequence.request, num_cached, now)
-
-
-def _finish_reason(sequence: Sequence) -> FinishReason | None:
-    """Return why a sequence is over after its newest token, None if it goes on."""
-    output = sequence.output_ids
-    request = sequence.request
-    if output and output[-1] in request.stop_ids and len(output) > request.sampling.min_tokens:
-        return FinishReason.STOP
-    if len(output) >= request.max_output_tokens:
-        return FinishReason.LENGTH
-    return None

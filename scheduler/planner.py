@@ -322,10 +322,9 @@ class Planner:
 
     def _columns(self, draft: Draft) -> Columns:
         """Return the columns of the plan's rows: the last ones, if the same sequences decode again."""
-        version = self.batch.version
-        if self._decode is not None and not draft.chunks:
-            if self._decode[0] == version and self._decode[1].sequences == draft.sequences:
-                return self._decode[1]
+        version, old = self.batch.version, self._decode
+        if old is not None and old[0] == version and not draft.chunks and old[1].sequences == draft.sequences:
+            return old[1]
         columns = draft.columns()
         if not draft.chunks:
             self._decode = (version, columns)

@@ -11,6 +11,7 @@ from octavo.wire.columns import pack_ints
 from octavo.wire.ids import Handle, Row, SessionId
 from octavo.wire.plan import RowSampling
 from octavo.wire.prefix import KEY_BYTES, block_key
+from octavo.wire.requests import FinishReason
 
 
 class Status(Enum):
@@ -132,6 +133,15 @@ class Sequence:
     def num_plannable(self) -> int:
         """Tokens that can be planned now: up to the end of what is known or being drawn."""
         return min(self.num_expected, self.plan_limit) - self.num_planned
+
+    def finish_reason(self) -> FinishReason | None:
+        """Return why a sequence is over after its newest token, None if it goes on."""
+        num_output = len(self.output_ids)
+        if num_output and self.output_ids[-1] in self.stop_ids and num_output > self.request.sampling.min_tokens:
+            return FinishReason.STOP
+        if num_output >= self.request.max_output_tokens:
+            return FinishReason.LENGTH
+        return None
 
     def token_ids(self) -> bytes:
         """Return prompt and confirmed output as a column."""

@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any, TextIO
 
-from octavo.scheduler.core import Figures
+from octavo.scheduler.figures import Figures
 from octavo.wire.columns import column_length, unpack_ints
 from octavo.wire.plan import StepPlan, StepResult
 

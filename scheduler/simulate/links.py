@@ -197,7 +197,6 @@ class RouterLink:
     Args:
         network: that it listens on from now on.
         wake: called when something has arrived.
-        watch: called with each message that is sent, before it is.
     """
 
     def __init__(self, network: Network, wake: Callable[[], None]) -> None:
@@ -288,6 +287,9 @@ class DealerLink:
         self._num_openings = 0
         self._inbox: deque[tuple[Direction, bytes]] = deque()
         self._open()
+
+    def __len__(self) -> int:
+        return len(self._inbox)
 
     def take(self, connection: Connection, frame: bytes) -> None:
         """Let a frame arrive."""

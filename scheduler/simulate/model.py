@@ -79,7 +79,7 @@ def solo_run(
     output: list[int] = []
     while len(output) < max_output:
         masked = stop_ids if len(output) < min_tokens else ()
-        output.append(_draw(rule([*prompt, *output], seed, choice), masked, vocab_size))
+        output.append(draw(rule([*prompt, *output], seed, choice), masked, vocab_size))
         if output[-1] in stop_ids and len(output) > min_tokens:
             break
     return output
@@ -289,7 +289,7 @@ class FakeModel:
                 continue
             num_output = len(state.ids) - state.num_prompt
             masked = state.stop_ids if num_output < sampling.min_tokens else ()
-            token = _draw(self._rule(seen[row], sampling.seed, state.choice), masked, self.facts.vocab_size)
+            token = draw(self._rule(seen[row], sampling.seed, state.choice), masked, self.facts.vocab_size)
             state.ids.append(token)
             drawn.append((row, token))
             if sampling.logprobs >= 0:
@@ -310,7 +310,8 @@ class FakeModel:
         return RowLogprobs(row, -0.5, 1, pack_ints(top), pack_floats([-0.5 - i for i in range(count)]))
 
 
-def _draw(token: int, masked: Sequence[int], vocab_size: int) -> int:
+def draw(token: int, masked: Sequence[int], vocab_size: int) -> int:
+    """Return the token, or the next one that is not masked."""
     while token in masked:
         token = (token + 1) % vocab_size
     return token

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.core import Scheduler
 from octavo.scheduler.events import (
+    CacheResetRequested,
     ChoiceStopped,
     Event,
     FrontendLost,
@@ -20,7 +21,15 @@ from octavo.scheduler.events import (
     WorkerLost,
     WorkerReady,
 )
-from octavo.scheduler.instructions import EmitOutput, EndFrontendSession, EndWorkerSession, Instruction, SendPlan
+from octavo.scheduler.instructions import (
+    AnswerCacheReset,
+    EmitOutput,
+    EndFrontendSession,
+    EndWorkerSession,
+    Instruction,
+    SendPlan,
+)
+from octavo.scheduler.simulate.model import FakeModel, FaultRule, Rule, hash_rule, solo_run
 from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import WorkerFacts
 from octavo.wire.ids import SessionId
@@ -32,11 +41,11 @@ from octavo.wire.requests import (
     FinishChoice,
     FinishReason,
     RequestFailed,
+    ResetPrefixCache,
     StepOutput,
     SubmitRequest,
 )
 from tests.support.fake_frontend import Received, make_submit
-from octavo.scheduler.simulate.model import FakeModel, FaultRule, Rule, hash_rule, solo_run
 
 FRONTEND = SessionId(7)
 
@@ -280,6 +289,15 @@ class CoreDriver:
                 self._received(new_frontend).resume(message.handle, choice, ids)
             self.tell(RequestSubmitted(new_frontend, message))
 
+    def reset_cache(self) -> int:
+        """An operator resets the prefix cache; return how many blocks could be found until then."""
+        self._next_handle += 1
+        instructions = self.tell(CacheResetRequested(FRONTEND, ResetPrefixCache(self._next_handle)))
+        (answer,) = [i for i in instructions if isinstance(i, AnswerCacheReset)]
+        assert (answer.frontend, answer.answer.tag_id) == (FRONTEND, self._next_handle)
+        assert self.core.figures.num_cached_blocks == 0
+        return answer.answer.num_blocks
+
     def execute(self) -> bool:
         """Let the worker execute its next plan; False if there is none."""
         if self.model is None or not self.sent:
@@ -323,6 +341,10 @@ class CoreDriver:
     def tokens(self, client: Client, choice: int = 0) -> list[int]:
         """Return what has been received for a choice."""
         return self._received(client.frontend).tokens[client.handle, choice]
+
+    def num_cached(self, client: Client) -> int:
+        """Return how many tokens of its prompt a request was told to have found in the cache."""
+        return self._received(client.frontend).started[client.handle].num_cached_tokens
 
     def failure(self, client: Client) -> RequestFailed:
         """Return how a request failed."""

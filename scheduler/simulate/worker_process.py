@@ -1,0 +1,147 @@
+"""A simulated worker: the real Peer around the model that reads its ids through the block tables."""
+
+from collections import deque
+from typing import cast
+
+from octavo.scheduler.simulate.links import DealerLink, Network
+from octavo.scheduler.simulate.model import FakeModel, hash_rule
+from octavo.scheduler.simulate.scenario import DIGEST, VOCAB_SIZE
+from octavo.scheduler.simulate.workload import is_sick
+from octavo.scheduler.simulate.world import Process, Violation, World
+from octavo.wire.channel import HEARTBEAT_INTERVAL_S, DealerChannel
+from octavo.wire.codec import FromScheduler
+from octavo.wire.handshake import PROTOCOL_VERSION, WorkerFacts, WorkerHello, WorkerWelcome
+from octavo.wire.ids import BootId
+from octavo.wire.peer import Peer, PeerEvent, PeerRefused, SessionBegan, SessionEnded, Waiting
+from octavo.wire.plan import StepPlan
+
+DOOMS = ("before receive", "after receive", "after compute", "after reply")
+"""Where a worker may die."""
+
+
+class SimWorker(Process):
+    """Executes plans in order, one at a time, and neither hears nor says anything meanwhile.
+
+    Attributes:
+        doom: where it dies next, one of DOOMS; None: nowhere.
+        hang_s: how much longer the next step takes.
+        refused: why the scheduler will not have it; the process is at its end.
+    """
+
+    def __init__(
+        self, world: World, network: Network, boot_id: BootId, facts: WorkerFacts, compute_s: float, load_s: float
+    ) -> None:
+        super().__init__(world)
+        self.boot_id = boot_id
+        self.facts = facts
+        self.doom: str | None = None
+        self.hang_s = 0.0
+        self.refused: str | None = None
+        self.model: FakeModel | None = None
+        self._compute_s = compute_s
+        self._loaded_at = world.now + load_s
+        self._rule = hash_rule(VOCAB_SIZE)
+        self._plans: deque[StepPlan] = deque()
+        self._busy_until: float | None = None
+        self.link = DealerLink(network, boot_id, self.wake)
+        self.peer = Peer(cast(DealerChannel, self.link), self._make_hello, world.clock)
+        self.wake()
+
+    def turn(self) -> None:
+        """Finish the step, if its time has come; else hear what is new and begin the next one."""
+        now = self.world.now
+        if self._busy_until is not None:
+            if now < self._busy_until:
+                self.wake_at(self._busy_until)
+                return
+            self._busy_until = None
+            self._execute()
+            if not self.is_alive:
+                return
+        if not self._plans:
+            self._listen()
+        if self._plans and self.is_alive:
+            self._begin_step()
+        elif self.is_alive:
+            interval = HEARTBEAT_INTERVAL_S if self.peer.session_id else HEARTBEAT_INTERVAL_S / 10
+            self.wake_at(now + interval)
+
+    def vanish(self) -> None:
+        """Die."""
+        super().vanish()
+        self.link.close()
+
+    def leave(self) -> None:
+        """Say Goodbye and end."""
+        super().vanish()
+        self.peer.leave("the worker was told to stop")
+
+    def wake(self) -> None:
+        """Let it take a turn soon, if it does not compute."""
+        if self._busy_until is None:
+            super().wake()
+
+    def _make_hello(self) -> WorkerHello:
+        is_loaded = self.world.now >= self._loaded_at
+        return WorkerHello(PROTOCOL_VERSION, DIGEST, self.boot_id, 2, facts=self.facts if is_loaded else None)
+
+    def _listen(self) -> None:
+        if self.doom == "before receive" and self.peer.session_id and len(self.link):
+            self._die()
+            return
+        try:
+            for event in self.peer.step():
+                self._on_event(event)
+        except PeerRefused as error:
+            self.refused = str(error)
+            self.vanish()
+
+    def _on_event(self, event: PeerEvent | FromScheduler) -> None:
+        match event:
+            case SessionBegan(_, welcome):
+                if not isinstance(welcome, WorkerWelcome) or self.world.now < self._loaded_at:
+                    raise Violation(f"a worker was welcomed with {welcome}")
+                self.model = FakeModel(self.facts, self._rule, is_sick)
+                self._plans.clear()
+                self.world.stats["worker sessions"] += 1
+            case SessionEnded():
+                self.model = None
+                self._plans.clear()
+                self.world.stats["worker sessions ended"] += 1
+            case StepPlan():
+                if event.epoch != self.peer.session_id:
+                    raise Violation(f"plan {event.step} of epoch {event.epoch:x} came in {self.peer.session_id}")
+                self._plans.append(event)
+            case Waiting():
+                pass
+            case _:
+                raise Violation(f"a worker was sent {event}")
+
+    def _begin_step(self) -> None:
+        if self.doom == "after receive":
+            self._die()
+            return
+        compute_s = self.world.random.uniform(0.1, 1.0) * self._compute_s
+        if self.hang_s:
+            self.world.stats["worker hangs"] += 1
+        self._busy_until = self.world.now + compute_s + self.hang_s
+        self.hang_s = 0.0
+        self.wake_at(self._busy_until)
+
+    def _execute(self) -> None:
+        plan = self._plans.popleft()
+        if self.model is None:
+            raise Violation("a plan without a session")
+        result = self.model.execute(plan)
+        self.world.num_steps += 1
+        if self.doom == "after compute":
+            self._die()
+            return
+        if not self.peer.send(result):
+            self.world.stats["results not sent"] += 1
+        if self.doom == "after reply":
+            self._die()
+
+    def _die(self) -> None:
+        self.world.stats[f"worker died {self.doom}"] += 1
+        self.vanish()

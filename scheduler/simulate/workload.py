@@ -1,0 +1,206 @@
+"""What callers ask for: jobs with everything that will happen to them, and what each must get."""
+
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from octavo.scheduler.simulate.scenario import DIGEST, VOCAB_SIZE, Traffic
+from octavo.wire.columns import pack_ints
+from octavo.wire.handshake import ServiceFacts
+from octavo.wire.plan import RowSampling
+from octavo.wire.prefix import prompt_keys, root_key
+from octavo.wire.requests import SubmitRequest
+
+_SICK_BIT = 1 << 40
+"""Set in the seeds of sick jobs; the bits below tell which choice is sick from which length on."""
+
+ROOTS = (root_key(DIGEST, "tenant a"), root_key(DIGEST, "tenant b"))
+
+
+class Oracle:
+    """The solo run of one choice, one id at a time: the same ids as `model.solo_run` with `hash_rule`.
+
+    Args:
+        prompt_ids: column of int32.
+        seed: of the request.
+        choice: which one.
+        stop_ids: held back before `min_tokens`.
+        min_tokens: least output.
+    """
+
+    __slots__ = ("_crc", "_masked", "_min_tokens", "_num_output")
+
+    def __init__(self, prompt_ids: bytes, seed: int, choice: int, stop_ids: Sequence[int], min_tokens: int) -> None:
+        self._crc = zlib.crc32(prompt_ids, zlib.crc32(f"{seed}/{choice}".encode()))
+        self._masked = stop_ids
+        self._min_tokens = min_tokens
+        self._num_output = 0
+
+    def next(self) -> int:
+        """Return the next id."""
+        token = self._crc % VOCAB_SIZE
+        if self._num_output < self._min_tokens:
+            while token in self._masked:
+                token = (token + 1) % VOCAB_SIZE
+        self._crc = zlib.crc32(token.to_bytes(4, "little"), self._crc)
+        self._num_output += 1
+        return token
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One choice of a job: what has come of it."""
+
+    oracle: Oracle
+    ids: "array[int]" = field(default_factory=lambda: array("i"))
+    num_logprobs: int = 0
+    stop_at: int | None = None
+    """Tokens at which the frontend finds a stop string."""
+    is_finished: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request, as its frontend holds it.
+
+    Attributes:
+        cancel_at: tokens, of all choices, at which the caller goes away; None: it stays.
+        cancel_after_s: seconds after which the caller goes away.
+        sick: choice and length from which on its values are broken.
+        is_wrong: whether admission must refuse it.
+        outcome: how it ended; None while it lives.
+    """
+
+    prompt: list[int]
+    prompt_ids: bytes
+    num_choices: int
+    max_tokens: int
+    sampling: RowSampling
+    stop_ids: tuple[int, ...]
+    caller: str
+    priority: int
+    root: bytes
+    deadline_s: float | None
+    cancel_at: int | None
+    cancel_after_s: float | None
+    sick: tuple[int, int] | None
+    is_wrong: bool
+    choices: list[Choice] = field(default_factory=list)
+    handle: int = -1
+    submitted_at: float = 0.0
+    num_received: int = 0
+    started_in: int = 0
+    """Session in which its start was told."""
+    outcome: str | None = None
+
+    def to_request(self, facts: ServiceFacts, now: float) -> SubmitRequest:
+        """Return what begins it, or goes on with it."""
+        is_replay = any(choice.ids or choice.is_finished for choice in self.choices)
+        is_shared = facts.prefix_caching and self.root
+        return SubmitRequest(
+            handle=self.handle,
+            prompt_ids=self.prompt_ids,
+            num_choices=self.num_choices,
+            max_tokens=self.max_tokens,
+            sampling=self.sampling,
+            stop_token_ids=pack_ints(self.stop_ids),
+            output_ids=tuple(choice.ids.tobytes() for choice in self.choices) if is_replay else (),
+            finished_choices=pack_ints(i for i, choice in enumerate(self.choices) if choice.is_finished),
+            deadline_s=None if self.deadline_s is None else max(0.0, self.submitted_at + self.deadline_s - now),
+            caller=self.caller,
+            priority=self.priority,
+            prefix_root=self.root if is_shared else b"",
+            prefix_keys=prompt_keys(self.root, self.prompt_ids, facts.block_size) if is_shared else b"",
+        )
+
+
+def is_sick(ids: Sequence[int], seed: int, choice: int) -> bool:
+    """Say whether what a row writes is broken: the fault rule of the simulated model."""
+    return bool(seed & _SICK_BIT) and (seed >> 32) & 0xF == choice and len(ids) >= seed >> 16 & 0xFFFF
+
+
+def make_seed(base: int, sick: tuple[int, int] | None) -> int:
+    """Return a seed that makes a job sick, or not."""
+    if sick is None:
+        return base
+    return base | sick[1] << 16 | sick[0] << 32 | _SICK_BIT
+
+
+class Workload:
+    """Draws jobs. Prompts share beginnings, and go on where earlier answers ended, so that blocks are found again."""
+
+    def __init__(self, random: Random, traffic: Traffic, uses_priorities: bool) -> None:
+        self._random = random
+        self._traffic = traffic
+        self._uses_priorities = uses_priorities
+        self._stems = [[random.randrange(VOCAB_SIZE) for _ in range(128)] for _ in range(random.randint(1, 3))]
+        self._answers: deque[list[int]] = deque(maxlen=8)
+
+    def remember(self, job: Job) -> None:
+        """Let a later prompt begin with a job's prompt and answer."""
+        if job.choices[0].ids and not job.is_wrong:
+            self._answers.append([*job.prompt, *job.choices[0].ids])
+
+    def make(self, facts: ServiceFacts) -> Job:
+        """Draw a job that fits the service, or is wrong on purpose."""
+        random, traffic = self._random, self._traffic
+        prompt = self._draw_prompt(facts)
+        max_tokens = random.randint(1, max(1, min(traffic.max_output, facts.max_model_len - len(prompt))))
+        num_choices = random.randint(2, 4) if random.random() < traffic.choices else 1
+        stop_ids = tuple(random.sample(range(VOCAB_SIZE), random.choice([0, 0, 1, 3])))
+        min_tokens = random.randint(0, max_tokens) if random.random() < 0.2 else 0
+        sick = None
+        if random.random() < traffic.sick:
+            sick = (random.randrange(num_choices), random.randint(1, len(prompt) + max_tokens))
+        is_wrong = random.random() < traffic.wrong
+        if is_wrong:
+            prompt[random.randrange(len(prompt))] = random.choice([-1, VOCAB_SIZE, 2**31 - 1])
+        prompt_ids = pack_ints(prompt)
+        seed = make_seed(random.randrange(4), sick)
+        total = max_tokens * num_choices
+        job = Job(
+            prompt=prompt,
+            prompt_ids=prompt_ids,
+            num_choices=num_choices,
+            max_tokens=max_tokens,
+            sampling=RowSampling(
+                seed=seed,
+                min_tokens=min_tokens,
+                stop_token_ids=pack_ints(stop_ids),
+                logprobs=random.randint(0, 3) if random.random() < traffic.logprobs else -1,
+            ),
+            stop_ids=stop_ids,
+            caller=random.choice(["a", "a", "b", "c"]),
+            priority=random.choice([-1, 0, 0, 1, 5]) if self._uses_priorities else 0,
+            root=b"" if random.random() < traffic.unshared else random.choice(ROOTS),
+            deadline_s=random.choice([0.0, 0.2, 2.0, 20.0]) if random.random() < traffic.deadlines else None,
+            cancel_at=random.randint(0, total) if random.random() < traffic.cancels else None,
+            cancel_after_s=random.choice([0.002, 0.05, 1.0, 30.0]) if random.random() < traffic.cancels / 2 else None,
+            sick=sick,
+            is_wrong=is_wrong,
+        )
+        for index in range(num_choices):
+            choice = Choice(Oracle(prompt_ids, seed, index, stop_ids, min_tokens))
+            if random.random() < traffic.stops:
+                choice.stop_at = random.randint(max(1, min_tokens), max_tokens)
+            job.choices.append(choice)
+        return job
+
+    def _draw_prompt(self, facts: ServiceFacts) -> list[int]:
+        random = self._random
+        longest = min(self._traffic.max_prompt, facts.max_model_len - 1)
+        size = facts.block_size
+        if self._answers and random.random() < 0.25:
+            prompt = list(random.choice(self._answers))
+            prompt = prompt[: random.randint(1, longest)]
+        else:
+            stem = random.choice(self._stems)
+            length = random.randint(0, longest // size) * size + random.randint(-1, 1)
+            prompt = stem[: max(0, min(length, longest))]
+        room = longest - len(prompt)
+        if room > 0 and random.random() < 0.5:
+            prompt += [random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, min(room, 2 * size)))]
+        return prompt or [random.randrange(VOCAB_SIZE)]
