@@ -53,6 +53,8 @@ def _show(answer: admin_pb2.GetStatusResponse) -> None:
             f"blocks: {held.free_blocks} of {held.total_blocks} free (size {held.block_size}); "
             f"steps: {held.steps}; preemptions: {held.preemptions}, {held.recomputed_tokens} tokens recomputed"
         )
+        if held.waiting_reason:
+            console.print(f"next waits for: {held.waiting_reason}", markup=False)
         console.print(f"prefix cache: {held.cached_blocks} blocks, {_hit_rate(held)}")
         if held.failed_checks:
             console.print(

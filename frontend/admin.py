@@ -124,3 +124,4 @@ def _add_report(response: admin_pb2.GetStatusResponse, report: StatusReport) -> 
     scheduler.cached_prompt_tokens = report.cached_prompt_tokens
     scheduler.recomputed_tokens = report.recomputed_tokens
     scheduler.failed_checks = report.failed_checks
+    scheduler.waiting_reason = report.waiting_reason

@@ -117,7 +117,14 @@ class Scheduler:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_prompt_tokens=self._num_cached_prompt_tokens,
             num_recomputed_tokens=self._num_recomputed_tokens + (planner.num_recomputed_tokens if planner else 0),
+            waiting_reason=self._waiting_reason,
         )
+
+    @property
+    def _waiting_reason(self) -> str:
+        if len(self._waiting) == 0:
+            return ""
+        return self._worker.planner.waiting_reason if self._worker else "a worker"
 
     def on_event(self, event: Event, now: float) -> list[Instruction]:
         """Handle one event; see `on_events`."""

@@ -29,3 +29,5 @@ class Figures:
     """Of these, found in the prefix cache."""
     num_recomputed_tokens: int
     """Computed again after preemptions, faults and losses of a worker."""
+    waiting_reason: str
+    """What the next waiting sequence waits for; '' if none waits."""

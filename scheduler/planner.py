@@ -40,6 +40,8 @@ class Planner:
         self.limits = limits
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
+        self.waiting_reason = "the next plan"
+        """What kept the newest plan from admitting the next waiting sequence; each ends as results come."""
         self.pool = BlockPool(limits.num_blocks)
         self.batch = Batch(limits.max_num_seqs)
         index = PrefixIndex()
@@ -202,21 +204,33 @@ class Planner:
 
     def _choose_waiting(self, draft: Draft, num_completed: int) -> None:
         num_owed: int | None = None
-        while draft.num_left > 0 and self.batch.has_free_row and (head := self._waiting.head) is not None:
-            if head.newest_step > num_completed:  # preempted, and ids of it are still under way
-                return
-            new_ids = num_new_ids(head)
-            if draft.entered and draft.num_new_ids + new_ids > MAX_NEW_IDS:
+        self.waiting_reason = "the next plan"
+        while (head := self._waiting.head) is not None:
+            if (reason := self._hindrance(head, draft, num_completed)) is not None:
+                self.waiting_reason = reason
                 return
             if num_owed is None:
                 num_owed = self._num_owed_blocks()
             hits = self.cache.find(head)
-            if self._num_missing(head, hits, num_owed) > 0:
+            if (num_missing := self._num_missing(head, hits, num_owed)) > 0:
+                self.waiting_reason = f"{num_missing} more free blocks"
                 return
-            draft.num_new_ids += new_ids
+            draft.num_new_ids += num_new_ids(head)
             self._enter(head, hits, draft)
             if not self.tables.is_protected(head.number):
                 num_owed += self.tables.blocks_for(head.num_known) - len(self.tables.table(head.number))
+
+    def _hindrance(self, head: Sequence, draft: Draft, num_completed: int) -> str | None:
+        """Return what but blocks the next sequence must wait for, None if there is nothing."""
+        if not self.batch.has_free_row:
+            return f"one of {self.batch.num_rows} rows (max_num_seqs)"
+        if draft.num_left <= 0:
+            return "tokens of a step (max_num_batched_tokens)"
+        if head.newest_step > num_completed:
+            return "ids of its own that are still under way"
+        if draft.entered and draft.num_new_ids + num_new_ids(head) > MAX_NEW_IDS:
+            return "room in a plan for its ids"
+        return None
 
     def _enter(self, s: Sequence, hits: list[BlockId], draft: Draft) -> None:
         self._waiting.remove(s)

@@ -155,6 +155,7 @@ class Service:
             cached_prompt_tokens=figures.num_cached_prompt_tokens,
             recomputed_tokens=figures.num_recomputed_tokens,
             failed_checks=self.num_failed_checks,
+            waiting_reason=figures.waiting_reason,
         )
         self.sessions.send(peer, report)
 

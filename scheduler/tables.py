@@ -71,7 +71,8 @@ class BlockTables:
         if begin % self._block_size == 0:
             return False
         last = self._tables[number][-1]
-        return self._pool.count(last) > 1 or self._index.has(last)
+        # Who has copied it in this very plan still counts until `unpin`, but does not name it any more.
+        return self._pool.count(last) - self._pinned.count(last) > 1 or self._index.has(last)
 
     def can_grow(self, number: int, begin: int, end: int) -> bool:
         """Say whether positions `begin` to `end` can be given blocks, a copy of a shared one among them."""

@@ -21,6 +21,12 @@ class StepLoad:
     """Rows that compute one token."""
     num_context_tokens: int
     """Tokens whose keys and values are read: of each row, all up to its last computed one."""
+    num_rows: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return self.num_prefill_tokens + self.num_decode_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

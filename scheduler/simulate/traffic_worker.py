@@ -79,13 +79,13 @@ class FastWorker:
         draws = rows if only_decodes else rows[np.frombuffer(plan.flags, "<i4") > 0]
         service = OUTPUT_COST * np.bincount(self.callers[draws], minlength=num_callers)
         if only_decodes:
-            load = StepLoad(0, len(rows), int(after.sum()))
+            load = StepLoad(0, len(rows), int(after.sum()), len(rows))
         else:
             begin = np.maximum(before, self._furthest[rows])
             computed = np.maximum(np.minimum(after, self._prompts[rows]) - begin, 0)
             service = service + np.bincount(self.callers[rows], computed, num_callers).astype(np.int64)
             is_decode = counts == 1
-            load = StepLoad(int(counts[~is_decode].sum()), int(is_decode.sum()), int(after.sum()))
+            load = StepLoad(int(counts[~is_decode].sum()), int(is_decode.sum()), int(after.sum()), len(rows))
         if plan.fork_dst:
             draws = np.concatenate([draws, self._fork(plan)])
         return self._result(plan, draws), load, service

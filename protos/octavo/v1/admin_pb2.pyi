@@ -139,6 +139,7 @@ class SchedulerStatus(_message.Message):
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     FAILED_CHECKS_FIELD_NUMBER: _builtins.int
+    WAITING_REASON_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     """Requests that have rows."""
     waiting_requests: _builtins.int
@@ -163,6 +164,8 @@ class SchedulerStatus(_message.Message):
     """Tokens computed again after preemptions, faults and losses of a worker."""
     failed_checks: _builtins.int
     """Times that the scheduler's state, checked while it was idle, contradicted itself; anything but 0 is a bug."""
+    waiting_reason: _builtins.str
+    """What the request that is next in the queue waits for; empty if none waits."""
     def __init__(
         self,
         *,
@@ -178,10 +181,11 @@ class SchedulerStatus(_message.Message):
         cached_prompt_tokens: _builtins.int = ...,
         recomputed_tokens: _builtins.int = ...,
         failed_checks: _builtins.int = ...,
+        waiting_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "failed_checks", b"failed_checks", "free_blocks", b"free_blocks", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "running_requests", b"running_requests", "steps", b"steps", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "failed_checks", b"failed_checks", "free_blocks", b"free_blocks", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "running_requests", b"running_requests", "steps", b"steps", "total_blocks", b"total_blocks", "waiting_reason", b"waiting_reason", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -107,7 +107,7 @@ class PrefixCacheReset(msgspec.Struct, frozen=True, array_like=True, tag="prefix
     """Nothing that was computed before can be found any more."""
 
     tag_id: Int31
-    num_blocks: NonNegative  # that could be found until then
+    num_blocks: Int31  # that could be found until then
 
 
 class ProcessInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -125,18 +125,19 @@ class StatusReport(msgspec.Struct, frozen=True, array_like=True, tag="status"):
 
     tag_id: Int31
     processes: tuple[ProcessInfo, ...]
-    running: NonNegative
-    waiting: NonNegative
-    total_blocks: NonNegative
-    free_blocks: NonNegative
-    block_size: NonNegative
+    running: Int31
+    waiting: Int31
+    total_blocks: Int31
+    free_blocks: Int31
+    block_size: Int31
     steps: NonNegative
     preemptions: NonNegative
-    cached_blocks: NonNegative = 0  # that can be found in the prefix cache, in use or free
+    cached_blocks: Int31 = 0  # that can be found in the prefix cache, in use or free
     prompt_tokens: NonNegative = 0  # of all requests that have started
     cached_prompt_tokens: NonNegative = 0  # of these, found in the prefix cache
     recomputed_tokens: NonNegative = 0  # computed again after preemptions, faults and losses of a worker
     failed_checks: NonNegative = 0  # times that the state was found to contradict itself while idle
+    waiting_reason: str = ""  # what the next waiting sequence waits for
 
 
 class ChoiceLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,286 @@
+"""What the scheduler must never do, whatever it was told: an account of its own beside the core, from events and
+instructions alone."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from octavo.scheduler.config import Limits, SchedulerConfig, resolve_limits
+from octavo.scheduler.events import (
+    CacheResetRequested,
+    ChoiceStopped,
+    Event,
+    FrontendLost,
+    RequestCancelled,
+    RequestSubmitted,
+    StepCompleted,
+    WorkerLost,
+    WorkerReady,
+)
+from octavo.scheduler.instructions import (
+    AnswerCacheReset,
+    EmitOutput,
+    EndFrontendSession,
+    EndWorkerSession,
+    Instruction,
+    SendPlan,
+)
+from octavo.scheduler.simulate.world import Violation
+from octavo.wire.columns import column_length, unpack_ints
+from octavo.wire.handshake import WorkerFacts
+from octavo.wire.ids import SessionId
+from octavo.wire.plan import StepPlan
+from octavo.wire.requests import FailureCode, RequestFailed, StepOutput, SubmitRequest
+
+RequestName = tuple[int, int]
+"""Session of the frontend, handle."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that has not ended."""
+
+    root: bytes
+    choices: set[int]
+
+
+@dataclass(slots=True)
+class _RowUse:
+    """Who has a row."""
+
+    request: RequestName
+    choice: int
+    root: bytes
+
+
+@dataclass(slots=True)
+class _Epoch:
+    """One worker's session."""
+
+    id: SessionId
+    limits: Limits
+    num_sent: int = 0
+    num_completed: int = 0
+    num_faults: int = 0
+    reset_at: int = 0
+    """Newest plan at the newest reset of the prefix cache."""
+    rows: dict[int, _RowUse] = field(default_factory=dict)
+    entries: Counter[tuple[RequestName, int]] = field(default_factory=Counter)
+    block_root: dict[int, bytes] = field(default_factory=dict)
+    block_step: dict[int, int] = field(default_factory=dict)
+    """Plan that gave a block out to be written."""
+
+
+class Auditor:
+    """Follows one scheduler, from its first event on.
+
+    Checks that plans name live requests only, keep to budgets and to the pipeline's depth, that found blocks belong to
+    the same tenant and to the time after the newest reset, that preemptions are bounded, that whoever is told an end
+    had not ended, and that work is never left lying.
+
+    Attributes:
+        stats: what the plans did.
+    """
+
+    def __init__(self, config: SchedulerConfig, stats: Counter[str]) -> None:
+        self.stats = stats
+        self._config = config
+        self._live: dict[RequestName, _Live] = {}
+        self._epoch: _Epoch | None = None
+        self._lost_at: float | None = None
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def follow(self, events: list[Event], instructions: list[Instruction], now: float) -> None:
+        """Check one call of the core.
+
+        Raises:
+            Violation: it did what it must not do.
+        """
+        for event in events:
+            self._on_event(event, now)
+        for instruction in instructions:
+            match instruction:
+                case EmitOutput(frontend, output):
+                    self._on_output(frontend, output, now)
+                case EndFrontendSession():
+                    raise Violation(f"the core sends a frontend away: {instruction}")
+                case EndWorkerSession(_, reason):
+                    if not reason.startswith("no step finished for"):
+                        raise Violation(f"the core sends a worker away: {reason}")
+                    self._lose_worker(now)
+                    self.stats["step timeouts"] += 1
+                case AnswerCacheReset() | SendPlan():
+                    pass
+        for instruction in instructions:
+            if isinstance(instruction, SendPlan):
+                self._on_plan(instruction.plan)
+        self._check_progress()
+
+    # Events
+
+    def _on_event(self, event: Event, now: float) -> None:
+        match event:
+            case StepCompleted(result):
+                if (epoch := self._epoch) is not None and result.epoch == epoch.id:
+                    epoch.num_completed += 1
+                    epoch.num_faults += column_length(result.fault_row)
+                    self.stats["faults"] += column_length(result.fault_row)
+                else:
+                    self.stats["old results"] += 1
+            case RequestSubmitted(frontend, message):
+                self._on_submitted(frontend, message)
+            case RequestCancelled(frontend, cancel):
+                self._live.pop((frontend, cancel.handle), None)
+            case ChoiceStopped(frontend, finish):
+                self._end_choice((frontend, finish.handle), finish.choice)
+            case FrontendLost(frontend):
+                for name in [name for name in self._live if name[0] == frontend]:
+                    del self._live[name]
+            case WorkerReady(session, facts):
+                self._begin_epoch(session, facts)
+            case WorkerLost(session, _):
+                if self._epoch is not None and self._epoch.id == session:
+                    self._lose_worker(now)
+            case CacheResetRequested():
+                if self._epoch is not None:
+                    self._epoch.reset_at = self._epoch.num_sent
+
+    def _on_submitted(self, frontend: SessionId, message: SubmitRequest) -> None:
+        choices = set(range(message.num_choices)) - set(unpack_ints(message.finished_choices))
+        self._live[frontend, message.handle] = _Live(message.prefix_root, choices)
+        self.stats["replays"] += bool(message.output_ids)
+
+    def _begin_epoch(self, session: SessionId, facts: WorkerFacts) -> None:
+        self._epoch = _Epoch(session, resolve_limits(self._config, facts))
+        self._lost_at = None
+        self.stats["epochs"] += 1
+
+    def _lose_worker(self, now: float) -> None:
+        self._epoch = None
+        self._lost_at = now
+
+    def _end_choice(self, name: RequestName, choice: int) -> bool:
+        """Take note of a choice's end; say whether it lived."""
+        if (live := self._live.get(name)) is None or choice not in live.choices:
+            return False
+        live.choices.discard(choice)
+        if not live.choices:
+            del self._live[name]
+        return True
+
+    # Instructions
+
+    def _on_output(self, frontend: SessionId, output: StepOutput, now: float) -> None:
+        for finished in output.finished:
+            if not self._end_choice((frontend, finished.handle), finished.choice):
+                raise Violation(f"an end of what has ended: {finished}")
+        for failed in output.failed:
+            if self._live.pop((frontend, failed.handle), None) is None:
+                raise Violation(f"a failure of what has ended: {failed}")
+            self._check_failure(failed, now)
+
+    def _check_failure(self, failed: RequestFailed, now: float) -> None:
+        self.stats[f"failures {failed.code.name}"] += 1
+        if failed.code is not FailureCode.UNAVAILABLE:
+            return
+        waited = None if self._lost_at is None else now - self._lost_at
+        is_over = waited is not None and waited >= self._config.recovery_timeout_s - 1e-6
+        if self._epoch is not None and "smaller" not in failed.message:
+            raise Violation(f"{failed}, but there is a worker")
+        if self._epoch is None and waited is not None and not is_over:
+            raise Violation(f"{failed} after {waited} s without a worker")
+
+    def _on_plan(self, plan: StepPlan) -> None:
+        epoch = self._epoch
+        if epoch is None or plan.epoch != epoch.id or plan.step != epoch.num_sent + 1:
+            raise Violation(f"plan {plan.step} of epoch {plan.epoch:x} out of order")
+        epoch.num_sent = plan.step
+        if epoch.num_sent - epoch.num_completed > self._config.pipeline_depth:
+            raise Violation(f"{epoch.num_sent - epoch.num_completed} plans are outstanding")
+        self._follow_rows(plan, epoch)
+        self._follow_blocks(plan, epoch)
+        counts = unpack_ints(plan.num_tokens)
+        if sum(counts) > epoch.limits.max_num_batched_tokens or max(counts) > epoch.limits.max_chunk_tokens:
+            raise Violation(f"plan {plan.step} computes {list(counts)} tokens, limits {epoch.limits}")
+        if len(epoch.rows) > epoch.limits.max_num_seqs:
+            raise Violation(f"plan {plan.step} holds {len(epoch.rows)} rows")
+        for row in unpack_ints(plan.row):
+            self._check_alive(plan, epoch, row)
+        self.stats["plans"] += 1
+
+    def _follow_rows(self, plan: StepPlan, epoch: _Epoch) -> None:
+        for row in unpack_ints(plan.freed_rows):
+            if epoch.rows.pop(row, None) is None:
+                raise Violation(f"plan {plan.step} frees row {row}, which nobody has")
+        for new in plan.new_rows:
+            frontend, _, handle = new.request.partition("-")
+            name = (int(frontend, 16), int(handle))
+            if (live := self._live.get(name)) is None:
+                raise Violation(f"plan {plan.step} begins {new.request}, which has ended")
+            self._take_row(plan, epoch, new.row, _RowUse(name, new.choice, live.root))
+            epoch.entries[name, new.choice] += 1
+            if epoch.entries[name, new.choice] > 1 + self._config.max_preemptions + epoch.num_faults:
+                raise Violation(f"{new.request}/{new.choice} enters for the {epoch.entries[name, new.choice]}th time")
+            self.stats["readmissions"] += epoch.entries[name, new.choice] > 1
+        for source, target, choice in zip(
+            *map(unpack_ints, (plan.fork_src, plan.fork_dst, plan.fork_choice)), strict=True
+        ):
+            use = epoch.rows[source]
+            self._take_row(plan, epoch, target, _RowUse(use.request, choice, use.root))
+            self._check_alive(plan, epoch, target)
+            self.stats["forks"] += 1
+
+    def _take_row(self, plan: StepPlan, epoch: _Epoch, row: int, use: _RowUse) -> None:
+        if row in epoch.rows:
+            raise Violation(f"plan {plan.step} gives row {row} to {use}, but {epoch.rows[row]} has it")
+        epoch.rows[row] = use
+
+    def _check_alive(self, plan: StepPlan, epoch: _Epoch, row: int) -> None:
+        if (use := epoch.rows.get(row)) is None:
+            raise Violation(f"plan {plan.step} names row {row}, which nobody has")
+        live = self._live.get(use.request)
+        if live is None or use.choice not in live.choices:
+            raise Violation(f"plan {plan.step} names {use.request}, choice {use.choice}, which has ended")
+
+    def _follow_blocks(self, plan: StepPlan, epoch: _Epoch) -> None:
+        num_found = {new.row: new.num_computed_tokens // epoch.limits.block_size for new in plan.new_rows}
+        found: list[tuple[int, int]] = []
+        for row, block in zip(unpack_ints(plan.append_row), unpack_ints(plan.append_block), strict=True):
+            if num_found.get(row, 0):
+                num_found[row] -= 1
+                found.append((row, block))
+            else:
+                epoch.block_root[block] = epoch.rows[row].root
+                epoch.block_step[block] = plan.step
+        for row, block in zip(unpack_ints(plan.copy_row), unpack_ints(plan.copy_dst), strict=True):
+            epoch.block_root[block] = epoch.rows[row].root
+            epoch.block_step[block] = plan.step
+            self.stats["copies"] += 1
+        for row, block in found:
+            self._check_found(plan, epoch, row, block)
+
+    def _check_found(self, plan: StepPlan, epoch: _Epoch, row: int, block: int) -> None:
+        self.stats["blocks found"] += 1
+        root = epoch.rows[row].root
+        if not self._config.enable_prefix_caching or not root:
+            raise Violation(f"plan {plan.step}: {epoch.rows[row]} takes no part in the cache, and found block {block}")
+        if epoch.block_root.get(block) != root:
+            raise Violation(
+                f"plan {plan.step}: {epoch.rows[row]} found block {block} of {epoch.block_root.get(block)!r}"
+            )
+        if epoch.block_step[block] <= epoch.reset_at:
+            raise Violation(f"plan {plan.step}: block {block} was found, but the cache was reset at {epoch.reset_at}")
+
+    def _check_progress(self) -> None:
+        """A worker, requests, and nothing under way: nobody would ever wake the scheduler."""
+        epoch = self._epoch
+        if epoch is not None and self._live and epoch.num_sent == epoch.num_completed:
+            raise Violation(f"{len(self._live)} requests, a worker, and no plan")
+
+
+def service_limits(config: SchedulerConfig, *facts: WorkerFacts) -> Limits:
+    """Return the limits of the smallest of some workers."""
+    return min((resolve_limits(config, each) for each in facts), key=lambda limits: limits.max_model_len)
