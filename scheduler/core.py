@@ -391,26 +391,24 @@ class Scheduler:
         record = matched.record
         for index, fault in matched.faults.items():
             s = record.sequences[index]
+            counts, is_current = self._counts(record, index), s.residency == record.residencies[index]
             is_broken = fault == FAULT_NONFINITE_LOGITS
+            # The broken blocks may be what it found: then it is given the chance to compute everything itself.
+            is_tried_again = counts and is_broken and s.uses_cache and (s.num_cached > 0 or not is_current)
             if is_broken:
                 self._withdraw_blocks(s, worker)
-            if not self._counts(record, index):
-                continue
-            is_current = s.residency == record.residencies[index]
-            if is_broken and s.uses_cache and (s.num_cached or not is_current):
-                # The broken blocks may be what it found: it is given the chance to compute everything itself.
+            if is_tried_again:
                 s.uses_cache = False
                 self._recompute(s, worker)
-            else:
+            elif counts:
                 self._fail(s.request, FailureCode.INTERNAL, _FAULTS.get(fault, f"fault {fault}"))
 
     def _withdraw_blocks(self, faulty: Sequence, worker: _Worker) -> None:
         """Let nobody find or go on with what a sequence computed whose values are broken."""
         for sibling in faulty.request.sequences:
             sibling.publishes = False
-        suspect = worker.planner.cache.withdraw(faulty)
-        for holder in worker.planner.holders(suspect):
-            if holder.request is not faulty.request:
+        for holder in worker.planner.holders(worker.planner.cache.withdraw(faulty)):
+            if holder is not faulty:
                 self._recompute(holder, worker)
 
     def _recompute(self, sequence: Sequence, worker: _Worker) -> None:

@@ -234,9 +234,7 @@ class Simulation:
             self.figures.on_started(self._live[started.handle], started.queue_s)
         for finished in output.finished:
             live = self._live[finished.handle]
-            self.figures.on_finished(
-                live, finished.num_tokens, finished.prefill_s, finished.decode_s, finished.choice
-            )
+            self.figures.on_finished(live, finished.num_tokens, finished.prefill_s, finished.decode_s, finished.choice)
             live.num_left -= 1
             if live.num_left == 0:
                 self.figures.on_ended(now, self._live.pop(finished.handle))

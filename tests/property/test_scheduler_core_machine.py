@@ -8,24 +8,39 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from octavo.scheduler.policy import POLICIES
+from octavo.scheduler.simulate.model import make_facts
 from octavo.wire.ids import SessionId
 from octavo.wire.requests import FailureCode
 from tests.support.core_driver import Client, CoreDriver, make_config
-from octavo.scheduler.simulate.model import make_facts
 
 VOCAB = 50
-FAULTY_SEED = 99
+SICK_LATER, SICK_EARLY = 99, 98
+SICK_SEEDS = (SICK_LATER, SICK_EARLY)
+SEEDS = (0, 1, 2, *SICK_SEEDS)
+CALLERS = ("", "a", "b")
+TENANTS = ("", "", "other", None)
 
 
 def faults(ids: Sequence[int], seed: int, choice: int) -> bool:
-    """Break choice 1 of requests with FAULTY_SEED at their twelfth token."""
-    return seed == FAULTY_SEED and choice == 1 and len(ids) >= 12
+    """Break choice 1 from its twelfth token on, or every choice somewhere at the beginning."""
+    return (seed == SICK_LATER and choice == 1 and len(ids) >= 12) or (seed == SICK_EARLY and 3 <= len(ids) <= 9)
 
 
-def make_prompt(length: int, content: int) -> list[int]:
-    """Return a prompt that `content` decides."""
-    random = Random(content)
-    return [random.randrange(VOCAB) for _ in range(length)]
+def make_prompt(stem: int, length: int, tail: int) -> list[int]:
+    """Return a prompt whose tokens are those of one of a few stems, but for the last `tail` ones."""
+    random = Random(stem)
+    ids = [random.randrange(VOCAB) for _ in range(length)]
+    for index in range(max(0, length - tail), length):
+        ids[index] = (ids[index] + tail) % VOCAB
+    return ids
+
+
+def prompt_length(driver: CoreDriver, num_blocks: int, extra: int) -> int:
+    """Return a length at the end of a block, or next to it, that leaves room for output."""
+    limits = driver.core.limits
+    assert limits is not None
+    return max(1, min(num_blocks * limits.block_size + extra, limits.max_model_len - 1))
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -37,11 +52,14 @@ class CoreMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(4, 14),
         block_size=st.sampled_from([1, 2, 4, 16]),
-        num_rows=st.integers(1, 4),
+        num_rows=st.integers(1, 5),
         budget=st.integers(1, 24),
         chunk=st.sampled_from([0, 1, 3, 8]),
         depth=st.integers(1, 3),
         max_preemptions=st.integers(0, 3),
+        policy=st.sampled_from(sorted(POLICIES)),
+        caching=st.sampled_from([True, True, False]),
+        max_requests_per_caller=st.sampled_from([0, 0, 2]),
     )
     def start(
         self,
@@ -52,6 +70,9 @@ class CoreMachine(RuleBasedStateMachine):
         chunk: int,
         depth: int,
         max_preemptions: int,
+        policy: str,
+        caching: bool,
+        max_requests_per_caller: int,
     ) -> None:
         facts = make_facts(
             num_blocks=num_blocks,
@@ -61,7 +82,14 @@ class CoreMachine(RuleBasedStateMachine):
             max_num_seqs=num_rows,
             max_num_batched_tokens=budget,
         )
-        config = make_config(long_prefill_token_threshold=chunk, pipeline_depth=depth, max_preemptions=max_preemptions)
+        config = make_config(
+            long_prefill_token_threshold=chunk,
+            pipeline_depth=depth,
+            max_preemptions=max_preemptions,
+            scheduling_policy=policy,
+            enable_prefix_caching=caching,
+            max_requests_per_caller=max_requests_per_caller,
+        )
         self.driver = CoreDriver(facts, config, fault_rule=faults)
         self.frontends = 1
         self.driver.worker_ready()
@@ -70,32 +98,42 @@ class CoreMachine(RuleBasedStateMachine):
         return [client for client in self.driver.clients.values() if client.is_live]
 
     @rule(
-        num_prompt=st.integers(1, 40),
+        stem=st.integers(0, 2),
+        num_blocks=st.integers(0, 10),
+        extra=st.sampled_from([-1, 0, 1, 1, 5]),
+        tail=st.sampled_from([0, 0, 0, 1, 4, 40]),
         max_tokens=st.integers(1, 40),
-        content=st.integers(0, 2**16),
-        num_choices=st.sampled_from([1, 1, 1, 2, 3]),
-        seed=st.sampled_from([0, 1, 2, FAULTY_SEED]),
+        num_choices=st.sampled_from([1, 1, 1, 2, 3, 4]),
+        seed=st.sampled_from(SEEDS),
         stops=st.lists(st.integers(0, VOCAB - 1), max_size=4),
         min_tokens=st.integers(0, 10),
         deadline_s=st.sampled_from([None, None, 5.0, 50.0]),
+        caller=st.sampled_from(CALLERS),
+        tenant=st.sampled_from(TENANTS),
+        priority=st.integers(-1, 1),
     )
     def submit(
         self,
-        num_prompt: int,
+        stem: int,
+        num_blocks: int,
+        extra: int,
+        tail: int,
         max_tokens: int,
-        content: int,
         num_choices: int,
         seed: int,
         stops: list[int],
         min_tokens: int,
         deadline_s: float | None,
+        caller: str,
+        tenant: str | None,
+        priority: int,
     ) -> None:
+        num_prompt = prompt_length(self.driver, num_blocks, extra)
         limits = self.driver.core.limits
         assert limits is not None
-        num_prompt = min(num_prompt, limits.max_model_len - 1)
         max_tokens = min(max_tokens, limits.max_model_len - num_prompt)
         self.driver.submit(
-            make_prompt(num_prompt, content),
+            make_prompt(stem, num_prompt, tail),
             max_tokens,
             frontend=SessionId(self.frontends),
             num_choices=num_choices,
@@ -103,7 +141,10 @@ class CoreMachine(RuleBasedStateMachine):
             min_tokens=min(min_tokens, max_tokens),
             seed=seed,
             deadline_s=deadline_s,
-            is_faulty=seed == FAULTY_SEED,
+            is_faulty=seed in SICK_SEEDS,
+            caller=caller,
+            tenant=tenant,
+            priority=priority if limits.scheduling_policy == "priority" else 0,
         )
 
     @rule()
@@ -151,6 +192,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.frontends += 1
         self.driver.replay(SessionId(self.frontends - 1), SessionId(self.frontends))
 
+    @rule()
+    def reset_cache(self) -> None:
+        self.driver.reset_cache()
+
     @invariant()
     def nobody_is_sent_away(self) -> None:
         assert not self.driver.ended_sessions
@@ -158,11 +203,11 @@ class CoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "driver"):
             self.driver.drain()
-            for received in self.driver.received.values():
-                assert all(
-                    f.code in (FailureCode.DEADLINE, FailureCode.INTERNAL, FailureCode.UNAVAILABLE)
-                    for f in received.failed.values()
-                )
+            codes = {f.code for received in self.driver.received.values() for f in received.failed.values()}
+            expected = {FailureCode.DEADLINE, FailureCode.INTERNAL, FailureCode.UNAVAILABLE}
+            if self.driver.config.max_requests_per_caller:
+                expected.add(FailureCode.QUEUE_FULL)
+            assert codes <= expected
 
 
 TestCoreMachine = CoreMachine.TestCase
@@ -181,13 +226,18 @@ ACTIONS = {
     "wait": 0.5,
     "lose": 0.5,
     "replay": 0.5,
+    "reset": 0.3,
 }
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_long_random_runs_end_with_solo_outputs_and_everything_free(seed: int) -> None:
     """Deeper than the machine above goes: pools so small that most sequences are preempted."""
-    random = Random(seed)
+    run_long(Random(seed), sorted(POLICIES)[seed % 3], caching=seed % 4 > 0)
+
+
+def run_long(random: Random, policy: str, caching: bool) -> CoreDriver:
+    """Run 400 random actions and drain."""
     block_size = random.choice([1, 2, 4, 16])
     num_tokens = random.randint(24, 64)
     facts = make_facts(
@@ -202,6 +252,10 @@ def test_long_random_runs_end_with_solo_outputs_and_everything_free(seed: int) -
         long_prefill_token_threshold=random.choice([0, 3]),
         pipeline_depth=random.randint(1, 3),
         max_preemptions=random.randint(0, 3),
+        scheduling_policy=policy,
+        enable_prefix_caching=caching,
+        max_requests_per_caller=random.choice([0, 4]),
+        max_waiting_tokens_per_caller=random.choice([0, 100]),
     )
     driver = CoreDriver(facts, config, fault_rule=faults)
     driver.worker_ready()
@@ -232,24 +286,31 @@ def test_long_random_runs_end_with_solo_outputs_and_everything_free(seed: int) -
             case "replay":
                 frontends += 1
                 driver.replay(SessionId(frontends - 1), SessionId(frontends))
+            case "reset":
+                driver.reset_cache()
     driver.drain()
     assert not driver.ended_sessions
+    return driver
 
 
 def submit_random(driver: CoreDriver, random: Random, frontend: SessionId) -> None:
     limits = driver.core.limits
     assert limits is not None
-    num_prompt = random.randint(1, limits.max_model_len - 1)
+    most = limits.max_model_len // limits.block_size
+    num_prompt = prompt_length(driver, random.randint(0, most), random.choice([-1, 0, 1, 5]))
     max_tokens = random.randint(1, limits.max_model_len - num_prompt)
-    seed = random.choice([0, 1, 2, FAULTY_SEED])
+    seed = random.choice(SEEDS)
     driver.submit(
-        make_prompt(num_prompt, random.randrange(100)),
+        make_prompt(random.randrange(3), num_prompt, random.choice([0, 0, 1, 5, 40])),
         max_tokens,
         frontend=frontend,
-        num_choices=random.choice([1, 1, 1, 2, 3]),
+        num_choices=random.choice([1, 1, 1, 2, 3, 4]),
         stop_ids=random.sample(range(VOCAB), random.randint(0, 2)),
         min_tokens=random.randint(0, max_tokens),
         seed=seed,
         deadline_s=random.choice([None, None, None, 2.0]),
-        is_faulty=seed == FAULTY_SEED,
+        is_faulty=seed in SICK_SEEDS,
+        caller=random.choice(CALLERS),
+        tenant=random.choice(TENANTS),
+        priority=random.randint(-2, 2) if limits.scheduling_policy == "priority" else 0,
     )
