@@ -73,7 +73,7 @@ class Lengths:
         if usable and not kind and len(numbers) == 1 and numbers[0] >= 1:
             return cls("fixed", numbers[0])
         if usable and kind == "uniform" and len(numbers) == 2 and 1 <= numbers[0] <= numbers[1]:
-            return cls("uniform", *numbers)
+            return cls("uniform", numbers[0], numbers[1])
         if usable and kind == "lognormal" and len(numbers) in (2, 4) and numbers[0] > 0:
             least, greatest = (int(numbers[2]), int(numbers[3])) if len(numbers) == 4 else (1, 2**20)
             if 1 <= least <= greatest:
@@ -194,8 +194,9 @@ class Distribution:
 
 
 def _normalised(shares: Iterable[float]) -> Floats:
-    array = np.array(list(shares), np.float64)
-    return array / array.sum()
+    array: Floats = np.array(list(shares), np.float64)
+    array /= array.sum()
+    return array
 
 
 # Traces

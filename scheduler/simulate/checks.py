@@ -1,6 +1,7 @@
 """What the scheduler must never do, whatever it was told: an account of its own beside the core, from events and
 instructions alone."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -87,6 +88,10 @@ class Auditor:
         self._live: dict[RequestName, _Live] = {}
         self._epoch: _Epoch | None = None
         self._lost_at: float | None = None
+        # Of the present call: what its events ended may be told an end that came before, in the order of the core.
+        self._just_ended: set[RequestName | tuple[RequestName, int]] = set()
+        self._away_since: float | None = None
+        self._was_away = True
 
     @property
     def num_live(self) -> int:
@@ -99,6 +104,8 @@ class Auditor:
         Raises:
             Violation: it did what it must not do.
         """
+        self._just_ended.clear()
+        self._was_away, self._away_since = self._epoch is None, self._lost_at
         for event in events:
             self._on_event(event, now)
         for instruction in instructions:
@@ -107,10 +114,11 @@ class Auditor:
                     self._on_output(frontend, output, now)
                 case EndFrontendSession():
                     raise Violation(f"the core sends a frontend away: {instruction}")
-                case EndWorkerSession(_, reason):
+                case EndWorkerSession(session, reason):
                     if not reason.startswith("no step finished for"):
                         raise Violation(f"the core sends a worker away: {reason}")
-                    self._lose_worker(now)
+                    if self._epoch is not None and self._epoch.id == session:
+                        self._lose_worker(now)
                     self.stats["step timeouts"] += 1
                 case AnswerCacheReset() | SendPlan():
                     pass
@@ -133,9 +141,11 @@ class Auditor:
             case RequestSubmitted(frontend, message):
                 self._on_submitted(frontend, message)
             case RequestCancelled(frontend, cancel):
-                self._live.pop((frontend, cancel.handle), None)
+                self._end_request((frontend, cancel.handle))
             case ChoiceStopped(frontend, finish):
-                self._end_choice((frontend, finish.handle), finish.choice)
+                name = (frontend, finish.handle)
+                if self._end_choice(name, finish.choice):
+                    self._just_ended |= {name, (name, finish.choice)}
             case FrontendLost(frontend):
                 for name in [name for name in self._live if name[0] == frontend]:
                     del self._live[name]
@@ -147,6 +157,11 @@ class Auditor:
             case CacheResetRequested():
                 if self._epoch is not None:
                     self._epoch.reset_at = self._epoch.num_sent
+
+    def _end_request(self, name: RequestName) -> None:
+        if (live := self._live.pop(name, None)) is not None:
+            self._just_ended.add(name)
+            self._just_ended.update((name, choice) for choice in live.choices)
 
     def _on_submitted(self, frontend: SessionId, message: SubmitRequest) -> None:
         choices = set(range(message.num_choices)) - set(unpack_ints(message.finished_choices))
@@ -161,6 +176,7 @@ class Auditor:
     def _lose_worker(self, now: float) -> None:
         self._epoch = None
         self._lost_at = now
+        self._was_away = True
 
     def _end_choice(self, name: RequestName, choice: int) -> bool:
         """Take note of a choice's end; say whether it lived."""
@@ -175,10 +191,12 @@ class Auditor:
 
     def _on_output(self, frontend: SessionId, output: StepOutput, now: float) -> None:
         for finished in output.finished:
-            if not self._end_choice((frontend, finished.handle), finished.choice):
+            name = (frontend, finished.handle)
+            if not self._end_choice(name, finished.choice) and (name, finished.choice) not in self._just_ended:
                 raise Violation(f"an end of what has ended: {finished}")
         for failed in output.failed:
-            if self._live.pop((frontend, failed.handle), None) is None:
+            name = (frontend, failed.handle)
+            if self._live.pop(name, None) is None and name not in self._just_ended:
                 raise Violation(f"a failure of what has ended: {failed}")
             self._check_failure(failed, now)
 
@@ -186,11 +204,10 @@ class Auditor:
         self.stats[f"failures {failed.code.name}"] += 1
         if failed.code is not FailureCode.UNAVAILABLE:
             return
-        waited = None if self._lost_at is None else now - self._lost_at
-        is_over = waited is not None and waited >= self._config.recovery_timeout_s - 1e-6
-        if self._epoch is not None and "smaller" not in failed.message:
+        if not self._was_away and "smaller" not in failed.message:
             raise Violation(f"{failed}, but there is a worker")
-        if self._epoch is None and waited is not None and not is_over:
+        waited = math.inf if self._away_since is None else now - self._away_since
+        if self._epoch is None and waited < self._config.recovery_timeout_s - 1e-6:
             raise Violation(f"{failed} after {waited} s without a worker")
 
     def _on_plan(self, plan: StepPlan) -> None:

@@ -275,9 +275,10 @@ class SimFrontend(Process):
             return
         top = unpack_ints(logprobs.top_ids)
         position = logprobs.position
-        if position != len(choice.ids) - 1 or len(top) != job.sampling.logprobs or (top and top[0] != choice.ids[-1]):
+        is_next = position >= choice.num_logprobs and position < len(choice.ids)
+        if not is_next or len(top) != job.sampling.logprobs or (top and top[0] != choice.ids[position]):
             raise Violation(f"job {job.handle}: log-probabilities {logprobs} after {len(choice.ids)} tokens")
-        choice.num_logprobs += 1
+        choice.num_logprobs = position + 1
 
     def _on_finished(self, event: ChoiceFinished) -> None:
         if (job := self.jobs.get(event.handle)) is None:

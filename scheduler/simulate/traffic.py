@@ -1,279 +1,24 @@
-"""Traffic on a virtual clock: the scheduler's core, a worker that costs time and computes nothing, policies side by side.
+"""python -m octavo.scheduler.simulate traffic: policies side by side under the same traffic.
 
-As a library: `simulate(arrivals, setup)`. As a program: python -m octavo.scheduler.simulate traffic --help.
+As a library: `simulate(arrivals, setup)` of octavo.scheduler.simulate.traffic_run.
 """
 
 import argparse
-import importlib
 import json
 import math
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from octavo.scheduler.config import ConfigConflict, SchedulerConfig, resolve_limits
-from octavo.scheduler.core import Figures, Scheduler
-from octavo.scheduler.events import Event, RequestSubmitted, StepCompleted, WorkerReady
-from octavo.scheduler.instructions import EmitOutput, SendPlan
-from octavo.scheduler.policy import POLICIES, Policy
+from octavo.scheduler.config import ConfigConflict
+from octavo.scheduler.policy import POLICIES
 from octavo.scheduler.simulate.arrivals import Arrival, BadTraffic, Distribution, Lengths, parse_shares, read_trace
 from octavo.scheduler.simulate.cost import BadCost, StepCost, read_cost
-from octavo.scheduler.simulate.model import FakeModel, hash_rule
-from octavo.scheduler.simulate.traffic_figures import TrafficFigures
-from octavo.scheduler.simulate.traffic_prompts import STOP_ID, Prompts
-from octavo.scheduler.simulate.traffic_worker import FastWorker, Live
-from octavo.wire.handshake import WorkerFacts
-from octavo.wire.ids import SessionId
-from octavo.wire.plan import StepPlan, StepResult
-from octavo.wire.requests import StepOutput
-
-FRONTEND, EPOCH = SessionId(1), SessionId(1)
-
-
-class BadPolicy(ValueError):
-    """A policy's name means nothing, or what it names is no policy."""
-
-
-class Stuck(RuntimeError):
-    """Requests are left, but the core plans nothing for them and nothing else will happen."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """The service that is simulated. The worker's defaults are an H200's with an 8B model in bfloat16."""
-
-    policy: str = "fcfs"
-    """A name among `octavo.scheduler.policy.POLICIES`, or module:Class."""
-    cost: StepCost = field(default_factory=StepCost)
-    num_blocks: int = 50_001
-    """The null block included: 50,000 blocks of 16 tokens of 128 KiB are 98 GiB."""
-    block_size: int = 16
-    vocab_size: int = 32_000
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    max_model_len: int = 8192
-    long_prefill_token_threshold: int = 0
-    pipeline_depth: int = 2
-    max_preemptions: int = 3
-    max_waiting_requests: int = 1024
-    max_waiting_tokens: int = 4 * 2**20
-    max_requests_per_caller: int = 0
-    max_waiting_tokens_per_caller: int = 0
-    enable_prefix_caching: bool = True
-    check: bool = False
-    """Make real ids, read them through the block tables, and prove the core's invariants after each event: slow."""
-
-    @property
-    def facts(self) -> WorkerFacts:
-        """What the worker would say of itself."""
-        return WorkerFacts(
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            vocab_size=self.vocab_size,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            backend="simulated",
-            device="none",
-            dtype="none",
-        )
-
-    def config(self, policy: Policy) -> SchedulerConfig:
-        """Return the scheduler's settings.
-
-        Raises:
-            ConfigConflict: one is out of range.
-        """
-        # A policy of one's own runs under a name that tells admission whether requests may have priorities.
-        own = "priority" if policy.uses_priorities else "fcfs"
-        return SchedulerConfig(
-            address="ipc:///unused",
-            config_digest="simulated",
-            long_prefill_token_threshold=self.long_prefill_token_threshold,
-            pipeline_depth=self.pipeline_depth,
-            max_preemptions=self.max_preemptions,
-            max_waiting_requests=self.max_waiting_requests,
-            max_waiting_tokens=self.max_waiting_tokens,
-            max_requests_per_caller=self.max_requests_per_caller,
-            max_waiting_tokens_per_caller=self.max_waiting_tokens_per_caller,
-            enable_prefix_caching=self.enable_prefix_caching,
-            scheduling_policy=self.policy if self.policy in POLICIES else own,
-        )
-
-
-def load_policy(name: str) -> Policy:
-    """Return a new policy.
-
-    Raises:
-        BadPolicy: there is none of that name, or module:Class cannot be imported or is no policy.
-    """
-    if name in POLICIES:
-        return POLICIES[name]()
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise BadPolicy(f"policy {name!r}: there are {', '.join(POLICIES)}, and module:Class")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise BadPolicy(f"policy {name!r}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise BadPolicy(f"policy {name!r}: it is no subclass of octavo.scheduler.policy.Policy")
-    return found()
-
-
-Observer = Callable[[FastWorker, Figures], None]
-"""Called after each plan with the rows as the plan leaves them and the core's figures."""
-
-
-class Simulation:
-    """One core, one frontend, one worker, one clock.
-
-    Args:
-        setup: of the service.
-        observer: see `Observer`.
-
-    Raises:
-        BadPolicy, ConfigConflict: the setup cannot be.
-    """
-
-    def __init__(self, setup: Setup, observer: Observer | None = None) -> None:
-        self.figures = TrafficFigures()
-        policy = load_policy(setup.policy)
-        config = setup.config(policy)
-        resolve_limits(config, setup.facts)
-        self.core = Scheduler(config, policy)
-        self._setup = setup
-        self._uses_priorities = policy.uses_priorities
-        self._observer = observer
-        self._prompts = Prompts(setup.vocab_size, setup.block_size, exact=setup.check)
-        self._live: dict[int, Live] = {}
-        self._worker = FastWorker(setup.facts, self._live)
-        self._model = FakeModel(setup.facts, self._checked_rule()) if setup.check else None
-        self._results: deque[tuple[float, StepResult]] = deque()
-        self._worker_free_at = 0.0
-        self._next_handle = 0
-
-    def run(self, arrivals: Iterable[Arrival]) -> dict[str, Any]:
-        """Let all requests come and end; return what `TrafficFigures.report` says, and how fast this was.
-
-        Raises:
-            BadTraffic: the arrivals cannot be read.
-            Stuck: the core has stopped although requests are left.
-        """
-        began = time.perf_counter()
-        self._tell((WorkerReady(EPOCH, self._setup.facts),), 0.0)
-        coming = iter(arrivals)
-        arrival = next(coming, None)
-        while arrival is not None or self._results:
-            if self._results and (arrival is None or self._results[0][0] <= arrival.at_s):
-                now, result = self._results.popleft()
-                self._tell((StepCompleted(result),), now)
-            elif arrival is not None:
-                now = arrival.at_s
-                events: list[Event] = []
-                while arrival is not None and arrival.at_s <= now:
-                    events.append(self._submit(arrival))
-                    arrival = next(coming, None)
-                self._tell(tuple(events), now)
-        if self._live:
-            raise Stuck(f"{len(self._live)} requests are left and nothing is planned for them: {self.core.figures}")
-        seconds = time.perf_counter() - began
-        return self.figures.report(self.core.figures) | {
-            "wall_s": round(seconds, 3),
-            "simulated_requests_per_s": round(self.figures.num_requests / seconds, 1),
-        }
-
-    def _submit(self, arrival: Arrival) -> RequestSubmitted:
-        self._next_handle += 1
-        handle = self._next_handle
-        live = Live(arrival, self.figures.fairness.number_of(arrival.caller), arrival.num_choices)
-        self._live[handle] = live
-        self.figures.on_submitted(arrival.at_s, live)
-        priority = arrival.priority if self._uses_priorities else 0
-        return RequestSubmitted(FRONTEND, self._prompts.message(handle, arrival, priority))
-
-    def _tell(self, events: tuple[Event, ...], now: float) -> None:
-        is_planned = False
-        for instruction in self.core.on_events(events, now):
-            match instruction:
-                case SendPlan(plan):
-                    self._execute(plan, now)
-                    is_planned = True
-                case EmitOutput(_, output):
-                    self._take_output(output, now)
-                case _:
-                    raise Stuck(f"the core gave up a peer: {instruction}")
-        if self._setup.check:
-            self.core.check()
-        if is_planned:
-            figures = self.core.figures
-            self.figures.on_blocks(self._worker, figures)
-            if self._observer is not None:
-                self._observer(self._worker, figures)
-
-    def _execute(self, plan: StepPlan, now: float) -> None:
-        fairness = self.figures.fairness
-        result, load, service = self._worker.execute(plan, max(1, fairness.num_callers))
-        if self._model is not None:
-            rows = result.row
-            result = self._model.execute(plan)
-            if result.row != rows:
-                raise Stuck(f"plan {plan.step}: the fast worker answers other rows than the model")
-        seconds = self._setup.cost.seconds(load)
-        self._worker_free_at = max(now, self._worker_free_at) + seconds
-        self._results.append((self._worker_free_at, result))
-        self.figures.on_planned(load, seconds)
-        fairness.serve(now, service)
-
-    def _take_output(self, output: StepOutput, now: float) -> None:
-        for started in output.started:
-            self.figures.on_started(self._live[started.handle], started.queue_s)
-        for finished in output.finished:
-            live = self._live[finished.handle]
-            self.figures.on_finished(live, finished.num_tokens, finished.prefill_s, finished.decode_s, finished.choice)
-            live.num_left -= 1
-            if live.num_left == 0:
-                self.figures.on_ended(now, self._live.pop(finished.handle))
-        for failed in output.failed:
-            self.figures.on_refused(self._live.pop(failed.handle), failed.code)
-
-    def _checked_rule(self) -> Callable[..., int]:
-        """Return a rule for the model that draws each choice's stop id in its place."""
-        draw = hash_rule(self._setup.vocab_size - 1)
-
-        def rule(ids: "list[int]", seed: int, choice: int) -> int:
-            live = self._live.get(seed)
-            if live is not None and len(ids) == live.arrival.num_prompt_tokens + live.arrival.num_output_tokens - 1:
-                return STOP_ID
-            return 1 + draw(ids, seed, choice)
-
-        return rule
-
-
-def simulate(arrivals: Iterable[Arrival], setup: Setup, observer: Observer | None = None) -> dict[str, Any]:
-    """Simulate some traffic.
-
-    Args:
-        arrivals: in the order of their times.
-        setup: the service.
-        observer: see `Observer`.
-
-    Returns:
-        What docs/scheduling.md lists under "the figures".
-
-    Raises:
-        BadPolicy, ConfigConflict: the setup cannot be.
-        BadTraffic: the arrivals cannot be read.
-        Stuck: the core has stopped although requests are left; a bug of the core or of the policy.
-    """
-    return {"policy": setup.policy} | Simulation(setup, observer).run(arrivals)
-
-
-# The program
+from octavo.scheduler.simulate.traffic_run import simulate
+from octavo.scheduler.simulate.traffic_setup import BadPolicy, Setup
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
@@ -351,7 +96,7 @@ def _cost(arguments: argparse.Namespace) -> StepCost:
 
 def _arrivals(arguments: argparse.Namespace) -> Iterator[Arrival]:
     if arguments.trace:
-        yield from (arrival for _, arrival in zip(range(arguments.requests), read_trace(arguments.trace)))
+        yield from islice(read_trace(arguments.trace), arguments.requests)
         return
     priorities = parse_shares(arguments.priorities, "")
     try:
@@ -406,11 +151,10 @@ def _table(reports: list[dict[str, Any]]) -> str:
     heads = ["", *(report["policy"] for report in reports)]
     widths = [max(map(len, [head, *column])) for head, column in zip(heads, columns, strict=True)]
     lines = [heads, *zip(*columns, strict=True)]
-    return "\n".join("  ".join(_pad(cell, width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-
-
-def _pad(cell: str, width: int) -> str:
-    return cell.rjust(width) if cell[:1].isdigit() or cell == "-" else cell.ljust(width)
+    return "\n".join(
+        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(line, widths)))
+        for line in lines
+    )
 
 
 def _cell(report: dict[str, Any], path: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.scheduler.core import Figures
+from octavo.scheduler.figures import Figures
 from octavo.scheduler.simulate.arrivals import Floats
 from octavo.scheduler.simulate.cost import StepLoad
 from octavo.scheduler.simulate.traffic_fairness import Fairness
@@ -110,7 +110,7 @@ class TrafficFigures:
             "recomputed_tokens": figures.num_recomputed_tokens,
             "steps": len(self._rows),
             "step_ms": spread(self._step_s, 1e3),
-            "busy": round(sum(self._step_s) / elapsed, 4),
+            "busy": round(min(1.0, sum(self._step_s) / elapsed), 4),
             "rows_per_step": spread(self._rows),
             "tokens_per_step": spread(self._tokens),
             "queue_ms_by_caller": _grouped(queues, [callers[number] for number in self._callers]),

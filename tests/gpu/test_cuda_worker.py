@@ -60,3 +60,35 @@ def test_cuda_serves_the_checkpoint_dtype(tmp_path: Path) -> None:
     assert (worker.facts.dtype, worker.facts.backend) == ("bfloat16", "reference")
     steps = run(worker, RowSampling(seed=0, temperature=0.0), 10)
     assert all(set(tokens) >= {0, 1} for tokens, _ in steps)
+
+
+def run_shared(worker: LoadedWorker, sampling: RowSampling, num_steps: int) -> list[dict[int, int]]:
+    """Fork a row in the middle of a block, and let another one begin with its blocks; return the tokens of each step."""
+    driver = PlanDriver.of(worker.runner)
+    prompt = list(range(1, 38))
+    driver.begin(3, prompt, sampling)
+    driver.fork(3, 5, 1)
+    driver.fork(3, 6, 2)
+    size = worker.facts.block_size
+    driver.begin(
+        1, [*prompt, 7], sampling, num_cached=2 * (len(prompt) // (2 * size)) * size, cached_from=driver.rows[3]
+    )
+    steps = []
+    for step in range(num_steps):
+        counts = (
+            {3: 1, 5: 1, 6: 1, 1: 1}
+            if step
+            else {3: len(prompt), 1: driver.rows[1].num_known - driver.rows[1].num_computed}
+        )
+        steps.append(tokens_of(worker.runner.execute(driver.plan(counts))))
+    worker.runner.rows.clear()
+    return steps
+
+
+def test_cuda_shares_blocks_as_the_cpu_does(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", SHAPE)
+    sampling = RowSampling(seed=5, temperature=0.9, top_p=0.95, presence_penalty=0.3)
+    on_cpu = run_shared(load_worker(folder), sampling, 30)
+    on_cuda = run_shared(load_worker(folder, device="cuda", dtype="float32"), sampling, 30)
+    assert all(set(tokens) == {1, 3, 5, 6} for tokens in on_cpu)
+    assert on_cuda == on_cpu

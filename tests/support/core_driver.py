@@ -7,6 +7,7 @@ when. After every call of the core its invariants are checked, and each plan is 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.core import Scheduler
@@ -82,6 +83,21 @@ def make_config(
         max_requests_per_caller=max_requests_per_caller,
         max_waiting_tokens_per_caller=max_waiting_tokens_per_caller,
     )
+
+
+class SubmitOptions(TypedDict, total=False):
+    """What else a request says; see `CoreDriver.prepare`."""
+
+    frontend: SessionId
+    num_choices: int
+    stop_ids: Sequence[int]
+    min_tokens: int
+    seed: int
+    deadline_s: float | None
+    is_faulty: bool
+    caller: str
+    priority: int
+    tenant: str | None
 
 
 @dataclass
@@ -177,7 +193,7 @@ class CoreDriver:
         self._row_names.clear()
         return self.tell(WorkerLost(self.epoch, "test"))
 
-    def submit(
+    def prepare(
         self,
         prompt: Sequence[int],
         max_tokens: int,
@@ -193,7 +209,7 @@ class CoreDriver:
         priority: int = 0,
         tenant: str | None = "",
     ) -> Client:
-        """Send a request and expect its solo run."""
+        """Make a request to send, and expect its solo run."""
         self._next_handle += 1
         message = make_submit(
             self._next_handle,
@@ -226,7 +242,16 @@ class CoreDriver:
             frontend, message.handle, message, list(prompt), expected, set(range(num_choices)), is_faulty=is_faulty
         )
         self.clients[frontend, message.handle] = client
-        self.tell(RequestSubmitted(frontend, message))
+        return client
+
+    def submit_all(self, *clients: Client) -> None:
+        """Send prepared requests in one turn of the core."""
+        self.tell(*(RequestSubmitted(client.frontend, client.message) for client in clients))
+
+    def submit(self, prompt: Sequence[int], max_tokens: int, **how: Unpack[SubmitOptions]) -> Client:
+        """Prepare a request and send it; see `prepare`."""
+        client = self.prepare(prompt, max_tokens, **how)
+        self.submit_all(client)
         return client
 
     def cancel(self, client: Client) -> None:
@@ -394,3 +419,48 @@ class CoreDriver:
             assert client.is_live, f"{failed} after the end"
             assert client.is_faulty or failed.code is not FailureCode.INTERNAL, f"{failed} without a fault"
             client.is_gone = True
+
+
+# Plans as tests look at them
+
+
+def rows_of(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """Return (row, tokens, flags) of a plan."""
+    return list(zip(*map(unpack_ints, (plan.row, plan.num_tokens, plan.flags)), strict=True))
+
+
+def copies_of(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """Return (row, source, target) of a plan's copies."""
+    return list(zip(*map(unpack_ints, (plan.copy_row, plan.copy_src, plan.copy_dst)), strict=True))
+
+
+def forks_of(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """Return (source row, target row, choice) of a plan's forks."""
+    return list(zip(*map(unpack_ints, (plan.fork_src, plan.fork_dst, plan.fork_choice)), strict=True))
+
+
+def appended_to(plan: StepPlan, row: int) -> list[int]:
+    """Return the blocks that a plan appends to a row's table."""
+    pairs = zip(unpack_ints(plan.append_row), unpack_ints(plan.append_block), strict=True)
+    return [block for r, block in pairs if r == row]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One time that a sequence takes a row."""
+
+    step: int
+    choice: int
+    num_computed: int
+    blocks: list[int]
+    """Those that the same plan appends: found ones first."""
+
+
+def entries_of(driver: CoreDriver, client: Client) -> list[Entry]:
+    """Return when a request's sequences took rows by themselves, and what they found."""
+    return [
+        Entry(plan.step, new.choice, new.num_computed_tokens, appended_to(plan, new.row))
+        for plan in driver.plans
+        for new in plan.new_rows
+        if new.request == client.name
+    ]
