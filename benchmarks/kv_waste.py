@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks._record import record
 from benchmarks.workloads import VOCABULARIES, Workload, sharegpt_like
 from octavo.scheduler.figures import Figures
 from octavo.scheduler.simulate.arrivals import Arrival
@@ -51,11 +52,12 @@ class Reserved:
 def measure(workload: Workload, setup: Setup) -> list[dict[str, Any]]:
     """Return the figures of the three ways."""
     arrivals = [Arrival(0.0, len(r.prompt_ids), r.num_output_tokens, r.num_output_tokens) for r in workload.requests]
+    pool_tokens = (setup.num_blocks - 1) * setup.block_size
     common = {
         "workload": workload.name,
         "digest": workload.digest,
         "block_size": setup.block_size,
-        "pool_tokens": (setup.num_blocks - 1) * setup.block_size,
+        "pool_tokens": pool_tokens,
         "max_num_seqs": setup.max_num_seqs,
         "max_model_len": setup.max_model_len,
     }
@@ -68,8 +70,7 @@ def measure(workload: Workload, setup: Setup) -> list[dict[str, Any]]:
     lines.append(_line("request_length", fmean(by_request.waste), report, common))
 
     by_model = Reserved(setup.max_model_len)
-    fitting = common["pool_tokens"] // setup.max_model_len
-    rows = min(setup.max_num_seqs, fitting)
+    rows = min(setup.max_num_seqs, pool_tokens // setup.max_model_len)
     report = simulate(arrivals, replace(setup, max_num_seqs=rows, max_preemptions=0), by_model)
     lines.append(_line("model_length", fmean(by_model.waste), report, common))
     return lines
@@ -110,8 +111,7 @@ def main() -> None:
     for line in lines:
         print(json.dumps(line), flush=True)
     if arguments.out is not None:
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        record(arguments.out, "benchmarks/kv_waste.py", lines)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Running sequences come first, then waiting ones in the order of the policy. Noth
 prompt's, a decode's or recomputed: each sequence is given min(tokens not planned, chunk cap, budget left).
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from octavo.scheduler.batch import Batch
@@ -193,14 +194,15 @@ class Planner:
         victims = [s for s in self.batch if not self.tables.is_protected(s.number) and self._policy.may_evict(head, s)]
         if not victims:
             return
-        num_owed, hits = self._num_owed_blocks(), self.cache.find(head)
-        missing = self._num_missing(head, hits, num_owed)
-        if missing <= 0 or missing > sum(self.tables.num_freed(s.number) for s in victims):
+        hits = self.cache.find(head)
+        missing = self._num_missing(head, hits, self._num_owed_blocks())
+        gain = sum(self.tables.num_freed(s.number, hits) for s in victims) + self._num_owed_blocks(victims)
+        if missing <= 0 or missing > gain:
             return
         for victim in sorted(victims, key=self._policy.yields_first):
-            if self._num_missing(head, hits, num_owed) <= 0:
-                return
             self._preempt(victim, draft)
+            if self._num_missing(head, hits, self._num_owed_blocks()) <= 0:
+                return
 
     def _choose_waiting(self, draft: Draft, num_completed: int) -> None:
         num_owed: int | None = None
@@ -255,10 +257,10 @@ class Planner:
     def _needs_protection(self, sequence: Sequence) -> bool:
         return sequence.num_preemptions >= self._max_preemptions
 
-    def _num_owed_blocks(self) -> int:
+    def _num_owed_blocks(self, sequences: Iterable[Sequence] | None = None) -> int:
         """Return the blocks that running sequences need for tokens they know: admitted prompts are not squeezed out."""
         owed = 0
-        for s in self.batch:
+        for s in self.batch if sequences is None else sequences:
             if s.num_planned < s.num_known and not self.tables.is_protected(s.number):
                 owed += self.tables.blocks_for(s.num_known) - len(self.tables.table(s.number))
         return owed

@@ -47,9 +47,9 @@ class BlockTables:
         in_use = sum(self._pool.count(block) > 0 for block in hits)
         return self.blocks_for(num_tokens) - in_use
 
-    def num_freed(self, number: int) -> int:
-        """Return the blocks that releasing a sequence would free."""
-        return sum(self._pool.count(block) == 1 for block in self.table(number))
+    def num_freed(self, number: int, hits: Sequence[BlockId] = ()) -> int:
+        """Return the blocks that releasing a sequence would free for one that finds `hits`, beside these."""
+        return sum(self._pool.count(block) == 1 and block not in hits for block in self.table(number))
 
     def begin(self, number: int, hits: Sequence[BlockId], num_reserved: int | None = None) -> None:
         """Begin a sequence's table with blocks that were found.

@@ -25,6 +25,7 @@ class Fair(Policy):
         self._counters: dict[str, int] = {}
         self._num_requests: Counter[str] = Counter()
         self._idle: OrderedDict[str, int] = OrderedDict()
+        self._level = 0  # where who comes to an idle service begins: the counter of the last one that left
 
     def lane(self, sequence: Sequence) -> str:
         """Return the caller."""
@@ -39,15 +40,15 @@ class Fair(Policy):
         caller = request.caller
         self._num_requests[caller] += 1
         if caller not in self._counters:
-            least = min(self._counters.values(), default=0)
+            least = min(self._counters.values(), default=self._level)
             self._counters[caller] = max(self._idle.pop(caller, 0), least)
 
     def on_planned(self, sequences: Several[Sequence], num_tokens: Several[int]) -> None:
         """Charge each caller."""
         counters = self._counters
         for sequence, num in zip(sequences, num_tokens):
-            if sequence.num_planned > sequence.num_furthest:
-                counters[sequence.request.caller] += num if num > 1 else OUTPUT_COST
+            if (new := min(num, sequence.num_planned - sequence.num_furthest)) > 0:
+                counters[sequence.request.caller] += new if new > 1 else OUTPUT_COST
 
     def on_ended(self, request: Request) -> None:
         """Remember the counter of a caller that becomes idle, for as long as it matters."""
@@ -56,6 +57,6 @@ class Fair(Policy):
         if self._num_requests[caller]:
             return
         del self._num_requests[caller]
-        self._idle[caller] = self._counters.pop(caller)
+        self._idle[caller] = self._level = self._counters.pop(caller)
         if len(self._idle) > MAX_IDLE_CALLERS:
             self._idle.popitem(last=False)

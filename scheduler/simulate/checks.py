@@ -26,10 +26,10 @@ from octavo.scheduler.instructions import (
     SendPlan,
 )
 from octavo.scheduler.simulate.world import Violation
-from octavo.wire.columns import column_length, unpack_ints
+from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import WorkerFacts
 from octavo.wire.ids import SessionId
-from octavo.wire.plan import StepPlan
+from octavo.wire.plan import StepPlan, StepResult
 from octavo.wire.requests import FailureCode, RequestFailed, StepOutput, SubmitRequest
 
 RequestName = tuple[int, int]
@@ -40,8 +40,10 @@ RequestName = tuple[int, int]
 class _Live:
     """A request that has not ended."""
 
+    arrival: int
     root: bytes
     choices: set[int]
+    is_started: bool = False
 
 
 @dataclass(slots=True)
@@ -51,6 +53,8 @@ class _RowUse:
     request: RequestName
     choice: int
     root: bytes
+    own: dict[int, int] = field(default_factory=dict)
+    """Blocks that it was given to write, with the plan that gave them."""
 
 
 @dataclass(slots=True)
@@ -69,14 +73,19 @@ class _Epoch:
     block_root: dict[int, bytes] = field(default_factory=dict)
     block_step: dict[int, int] = field(default_factory=dict)
     """Plan that gave a block out to be written."""
+    broken: set[int] = field(default_factory=set)
+    """Blocks that rows with broken values wrote, until they are given out anew."""
+    outstanding: dict[int, dict[int, _RowUse]] = field(default_factory=dict)
+    """Rows of the plans whose results are not back."""
 
 
 class Auditor:
     """Follows one scheduler, from its first event on.
 
     Checks that plans name live requests only, keep to budgets and to the pipeline's depth, that found blocks belong to
-    the same tenant and to the time after the newest reset, that preemptions are bounded, that whoever is told an end
-    had not ended, and that work is never left lying.
+    the same tenant and to the time after the newest reset, and were not written by a row that faulted, that preemptions
+    are bounded and nobody is overtaken under `fcfs`, that whoever is told an end had not ended, and that work is never
+    left lying.
 
     Attributes:
         stats: what the plans did.
@@ -88,6 +97,7 @@ class Auditor:
         self._live: dict[RequestName, _Live] = {}
         self._epoch: _Epoch | None = None
         self._lost_at: float | None = None
+        self._num_submitted = 0
         # Of the present call: what its events ended may be told an end that came before, in the order of the core.
         self._just_ended: set[RequestName | tuple[RequestName, int]] = set()
         self._away_since: float | None = None
@@ -133,22 +143,18 @@ class Auditor:
         match event:
             case StepCompleted(result):
                 if (epoch := self._epoch) is not None and result.epoch == epoch.id:
-                    epoch.num_completed += 1
-                    epoch.num_faults += column_length(result.fault_row)
-                    self.stats["faults"] += column_length(result.fault_row)
-                else:
-                    self.stats["old results"] += 1
+                    self._on_result(result, epoch)
             case RequestSubmitted(frontend, message):
                 self._on_submitted(frontend, message)
             case RequestCancelled(frontend, cancel):
                 self._end_request((frontend, cancel.handle))
             case ChoiceStopped(frontend, finish):
-                name = (frontend, finish.handle)
+                name: RequestName = (frontend, finish.handle)
                 if self._end_choice(name, finish.choice):
                     self._just_ended |= {name, (name, finish.choice)}
             case FrontendLost(frontend):
-                for name in [name for name in self._live if name[0] == frontend]:
-                    del self._live[name]
+                for lost in [name for name in self._live if name[0] == frontend]:
+                    del self._live[lost]
             case WorkerReady(session, facts):
                 self._begin_epoch(session, facts)
             case WorkerLost(session, _):
@@ -158,6 +164,14 @@ class Auditor:
                 if self._epoch is not None:
                     self._epoch.reset_at = self._epoch.num_sent
 
+    def _on_result(self, result: StepResult, epoch: _Epoch) -> None:
+        epoch.num_completed += 1
+        rows = epoch.outstanding.pop(result.step)
+        for row in unpack_ints(result.fault_row):
+            self.stats["faults"] += 1
+            epoch.num_faults += 1
+            epoch.broken |= {block for block, step in rows[row].own.items() if epoch.block_step[block] == step}
+
     def _end_request(self, name: RequestName) -> None:
         if (live := self._live.pop(name, None)) is not None:
             self._just_ended.add(name)
@@ -165,7 +179,8 @@ class Auditor:
 
     def _on_submitted(self, frontend: SessionId, message: SubmitRequest) -> None:
         choices = set(range(message.num_choices)) - set(unpack_ints(message.finished_choices))
-        self._live[frontend, message.handle] = _Live(message.prefix_root, choices)
+        self._num_submitted += 1
+        self._live[frontend, message.handle] = _Live(self._num_submitted, message.prefix_root, choices)
         self.stats["replays"] += bool(message.output_ids)
 
     def _begin_epoch(self, session: SessionId, facts: WorkerFacts) -> None:
@@ -219,14 +234,16 @@ class Auditor:
             raise Violation(f"{epoch.num_sent - epoch.num_completed} plans are outstanding")
         self._follow_rows(plan, epoch)
         self._follow_blocks(plan, epoch)
-        counts = unpack_ints(plan.num_tokens)
+        rows, counts = unpack_ints(plan.row), unpack_ints(plan.num_tokens)
         if sum(counts) > epoch.limits.max_num_batched_tokens or max(counts) > epoch.limits.max_chunk_tokens:
             raise Violation(f"plan {plan.step} computes {list(counts)} tokens, limits {epoch.limits}")
         if len(epoch.rows) > epoch.limits.max_num_seqs:
             raise Violation(f"plan {plan.step} holds {len(epoch.rows)} rows")
-        for row in unpack_ints(plan.row):
+        for row in rows:
             self._check_alive(plan, epoch, row)
+        epoch.outstanding[plan.step] = {row: epoch.rows[row] for row in (*rows, *unpack_ints(plan.fork_dst))}
         self.stats["plans"] += 1
+        self.stats["rows"] += len(rows)
 
     def _follow_rows(self, plan: StepPlan, epoch: _Epoch) -> None:
         for row in unpack_ints(plan.freed_rows):
@@ -237,6 +254,9 @@ class Auditor:
             name = (int(frontend, 16), int(handle))
             if (live := self._live.get(name)) is None:
                 raise Violation(f"plan {plan.step} begins {new.request}, which has ended")
+            if not live.is_started:
+                live.is_started = True
+                self._check_order(name, live)
             self._take_row(plan, epoch, new.row, _RowUse(name, new.choice, live.root))
             epoch.entries[name, new.choice] += 1
             if epoch.entries[name, new.choice] > 1 + self._config.max_preemptions + epoch.num_faults:
@@ -249,6 +269,13 @@ class Auditor:
             self._take_row(plan, epoch, target, _RowUse(use.request, choice, use.root))
             self._check_alive(plan, epoch, target)
             self.stats["forks"] += 1
+
+    def _check_order(self, name: RequestName, live: _Live) -> None:
+        if self._config.scheduling_policy != "fcfs":
+            return
+        for other, waiting in self._live.items():
+            if waiting.arrival < live.arrival and not waiting.is_started:
+                raise Violation(f"{name} starts before {other}, which came earlier")
 
     def _take_row(self, plan: StepPlan, epoch: _Epoch, row: int, use: _RowUse) -> None:
         if row in epoch.rows:
@@ -270,14 +297,18 @@ class Auditor:
                 num_found[row] -= 1
                 found.append((row, block))
             else:
-                epoch.block_root[block] = epoch.rows[row].root
-                epoch.block_step[block] = plan.step
+                self._give_block(plan, epoch, row, block)
         for row, block in zip(unpack_ints(plan.copy_row), unpack_ints(plan.copy_dst), strict=True):
-            epoch.block_root[block] = epoch.rows[row].root
-            epoch.block_step[block] = plan.step
+            self._give_block(plan, epoch, row, block)
             self.stats["copies"] += 1
         for row, block in found:
             self._check_found(plan, epoch, row, block)
+
+    def _give_block(self, plan: StepPlan, epoch: _Epoch, row: int, block: int) -> None:
+        use = epoch.rows[row]
+        use.own[block] = epoch.block_step[block] = plan.step
+        epoch.block_root[block] = use.root
+        epoch.broken.discard(block)
 
     def _check_found(self, plan: StepPlan, epoch: _Epoch, row: int, block: int) -> None:
         self.stats["blocks found"] += 1
@@ -288,6 +319,8 @@ class Auditor:
             raise Violation(
                 f"plan {plan.step}: {epoch.rows[row]} found block {block} of {epoch.block_root.get(block)!r}"
             )
+        if block in epoch.broken:
+            raise Violation(f"plan {plan.step}: {epoch.rows[row]} found block {block}, whose values are broken")
         if epoch.block_step[block] <= epoch.reset_at:
             raise Violation(f"plan {plan.step}: block {block} was found, but the cache was reset at {epoch.reset_at}")
 
@@ -296,8 +329,3 @@ class Auditor:
         epoch = self._epoch
         if epoch is not None and self._live and epoch.num_sent == epoch.num_completed:
             raise Violation(f"{len(self._live)} requests, a worker, and no plan")
-
-
-def service_limits(config: SchedulerConfig, *facts: WorkerFacts) -> Limits:
-    """Return the limits of the smallest of some workers."""
-    return min((resolve_limits(config, each) for each in facts), key=lambda limits: limits.max_model_len)

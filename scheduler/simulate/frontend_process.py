@@ -1,6 +1,7 @@
 """A simulated frontend: the real Peer, journals without text, and the promises that a stream relies on."""
 
 import math
+from collections import deque
 from typing import cast
 
 from octavo.scheduler.config import SchedulerConfig
@@ -9,7 +10,7 @@ from octavo.scheduler.simulate.scenario import DIGEST, Traffic
 from octavo.scheduler.simulate.workload import Choice, Job, Workload
 from octavo.scheduler.simulate.world import Process, Violation, World
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S, DealerChannel
-from octavo.wire.codec import FromScheduler
+from octavo.wire.codec import FromFrontend, FromScheduler
 from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import PROTOCOL_VERSION, FrontendHello, FrontendWelcome, ServiceFacts, WorkerState
 from octavo.wire.ids import BootId
@@ -32,6 +33,13 @@ from octavo.wire.requests import (
 
 SEEK_INTERVAL_S = 0.1
 """How often a frontend without a session looks whether the scheduler is there."""
+
+
+POLL_INTERVAL_S = 0.01
+"""How soon a frontend looks again whether there is room for what it has to say."""
+
+TURNED_AWAY = ("no scheduler", "failed QUEUE_FULL", "failed UNAVAILABLE")
+"""Outcomes after which callers come back later."""
 
 
 class SimFrontend(Process):
@@ -74,6 +82,7 @@ class SimFrontend(Process):
         self._next_reset = world.now
         self._lost_since: float | None = None
         self._resets: set[int] = set()
+        self._outbox: deque[FromFrontend] = deque()
         self.wake()
 
     def turn(self) -> None:
@@ -87,6 +96,7 @@ class SimFrontend(Process):
             return
         self._expire()
         self._ask()
+        self._flush()
         self.wake_at(self.world.now + (HEARTBEAT_INTERVAL_S if self.peer.session_id else SEEK_INTERVAL_S))
 
     def vanish(self) -> None:
@@ -105,17 +115,32 @@ class SimFrontend(Process):
 
     def submit(self, job: Job) -> None:
         """Take a job in; without a session it begins with the next one."""
+        self._take_in(job)
+        self.wake()
+
+    def _take_in(self, job: Job) -> None:
         job.handle = self._next_handle
         self._next_handle += 1
         job.submitted_at = self.world.now
         self.jobs[job.handle] = job
         self.world.stats["jobs"] += 1
         if self.peer.session_id and self.facts is not None:
-            self.peer.send(job.to_request(self.facts, self.world.now))
+            self._send(job.to_request(self.facts, self.world.now))
         if job.cancel_at == 0:
             self._cancel(job)
         elif job.cancel_after_s is not None:
             self.wake_at(self.world.now + job.cancel_after_s)
+
+    def _send(self, message: FromFrontend) -> None:
+        """Send a message of the session, at the end of a turn and when there is room for it."""
+        if self.peer.session_id:
+            self._outbox.append(message)
+
+    def _flush(self) -> None:
+        while self._outbox and self.link.has_room:
+            self.peer.send(self._outbox.popleft())
+        if self._outbox:
+            self.wake_at(self.world.now + POLL_INTERVAL_S)
 
     # What callers do
 
@@ -127,14 +152,14 @@ class SimFrontend(Process):
         random = self.world.random
         while self._next_job <= now and len(self.jobs) < traffic.num_live:
             self._next_job = max(self._next_job, now - 1.0) + random.expovariate(1 / traffic.mean_gap_s)
-            self.submit(self._workload.make(self.facts))
+            self._take_in(self._workload.make(self.facts))
         if len(self.jobs) < traffic.num_live:
             self.wake_at(self._next_job)
         if traffic.resets and self._next_reset <= now and self.peer.session_id:
             self._next_reset = now + random.expovariate(1 / traffic.resets)
             tag = random.randrange(2**31)
             self._resets.add(tag)
-            self.peer.send(ResetPrefixCache(tag) if random.random() < 0.7 else StatusRequest(tag))
+            self._send(ResetPrefixCache(tag) if random.random() < 0.7 else StatusRequest(tag))
 
     def _expire(self) -> None:
         """End what the callers wait for no longer."""
@@ -144,13 +169,13 @@ class SimFrontend(Process):
             if is_cut_off:
                 self._end(job, "no scheduler")
             elif job.deadline_s is not None and now >= job.submitted_at + job.deadline_s:
-                self.peer.send(CancelRequest(job.handle))
+                self._send(CancelRequest(job.handle))
                 self._end(job, "deadline here")
             elif job.cancel_after_s is not None and now >= job.submitted_at + job.cancel_after_s:
                 self._cancel(job)
 
     def _cancel(self, job: Job) -> None:
-        self.peer.send(CancelRequest(job.handle))
+        self._send(CancelRequest(job.handle))
         self._end(job, "cancelled")
 
     def _end(self, job: Job, outcome: str) -> None:
@@ -159,7 +184,8 @@ class SimFrontend(Process):
         job.outcome = outcome
         self.world.stats[f"jobs {outcome}"] += 1
         del self.jobs[job.handle]
-        self._next_job = max(self._next_job, self.world.now)
+        is_turned_away = outcome in TURNED_AWAY
+        self._next_job = max(self._next_job, self.world.now + is_turned_away * self.world.random.random())
         if self.is_alive and self.is_open:
             self._workload.remember(job)
             self.wake_at(self._next_job)
@@ -175,6 +201,7 @@ class SimFrontend(Process):
             case SessionEnded():
                 self.world.stats["frontend sessions ended"] += 1
                 self._lost_since = self.world.now
+                self._outbox.clear()
             case PrefixCacheReset(tag, _):
                 self._take_answer(tag)
                 self.world.stats["cache resets"] += 1
@@ -193,10 +220,11 @@ class SimFrontend(Process):
         self.facts = welcome.facts
         self._lost_since = None
         self._resets.clear()
+        self._outbox.clear()
         for job in list(self.jobs.values()):
             self._finish_full_choices(job)
             if job.outcome is None:
-                self.peer.send(job.to_request(self.facts, self.world.now))
+                self._send(job.to_request(self.facts, self.world.now))
                 self.world.stats["jobs resubmitted"] += any(choice.ids for choice in job.choices)
 
     def _finish_full_choices(self, job: Job) -> None:
@@ -257,7 +285,7 @@ class SimFrontend(Process):
         choice.ids.append(token)
         job.num_received += 1
         if choice.stop_at == len(choice.ids):
-            self.peer.send(FinishChoice(job.handle, index, len(choice.ids)))
+            self._send(FinishChoice(job.handle, index, len(choice.ids)))
             self.world.stats["stop strings"] += 1
             self._finish(job, choice)
         if job.cancel_at == job.num_received and job.outcome is None:

@@ -333,6 +333,11 @@ class DealerLink:
             raise SessionLost("the scheduler cannot be reached")
         self._network.send(self.connection, self.connection.up, encode(message, session, number))
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a message can be sent now (POLLOUT)."""
+        return self.connection is not None and self.connection.up.num_queued < self._network.queue_limit
+
     def reopen(self) -> None:
         """Drop the connection with all that came over it and connect anew, under a fresh identity."""
         self.close()

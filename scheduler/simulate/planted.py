@@ -1,7 +1,102 @@
 """Bugs to plant: each breaks the scheduler for the time of a run, so that a test can tell that the simulation finds it."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
-PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+from octavo.scheduler.batch import Batch
+from octavo.scheduler.blocks import BlockPool
+from octavo.scheduler.cache import PrefixCache
+from octavo.scheduler.sequence import Sequence, Status
+from octavo.scheduler.tables import BlockTables
+from octavo.wire.ids import BlockId
+
+
+@contextmanager
+def _replaced(owner: type, name: str, make: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
+    """Replace a method by what `make` makes of it."""
+    real = getattr(owner, name)
+    setattr(owner, name, make(real))
+    try:
+        yield
+    finally:
+        setattr(owner, name, real)
+
+
+def _every(period: int) -> Callable[[], bool]:
+    """Return what is true at each `period`-th call."""
+    count = 0
+
+    def is_time() -> bool:
+        nonlocal count
+        count += 1
+        return count % period == 0
+
+    return is_time
+
+
+def _refcount() -> AbstractContextManager[None]:
+    """Now and then, sharing a block that is in use does not count."""
+    is_time = _every(10)
+
+    def make(real: Callable[[BlockPool, BlockId], None]) -> Callable[[BlockPool, BlockId], None]:
+        def share(pool: BlockPool, block: BlockId) -> None:
+            if pool.count(block) == 0 or not is_time():
+                real(pool, block)
+
+        return share
+
+    return _replaced(BlockPool, "share", make)
+
+
+def _withdrawal() -> AbstractContextManager[None]:
+    """A faulting row's blocks can still be found, and whoever holds them goes on with them."""
+
+    def make(_: object) -> Callable[[PrefixCache, Sequence], set[BlockId]]:
+        return lambda cache, sequence: set()
+
+    return _replaced(PrefixCache, "withdraw", make)
+
+
+def _row() -> AbstractContextManager[None]:
+    """Now and then, the worker is not told that a row is free, and the row is given out again."""
+    is_time = _every(50)
+
+    def make(real: Callable[[Batch, Sequence, Status, int], None]) -> Callable[[Batch, Sequence, Status, int], None]:
+        def leave(batch: Batch, sequence: Sequence, status: Status, newest_step: int) -> None:
+            real(batch, sequence, status, newest_step)
+            if is_time():
+                batch._to_free.pop()
+
+        return leave
+
+    return _replaced(Batch, "leave", make)
+
+
+def _copy() -> AbstractContextManager[None]:
+    """Now and then, a shared block is written without having been copied."""
+    is_time = _every(3)
+
+    def make(real: Callable[[BlockTables, int, int], bool]) -> Callable[[BlockTables, int, int], bool]:
+        return lambda tables, number, begin: real(tables, number, begin) and not is_time()
+
+    return _replaced(BlockTables, "must_copy", make)
+
+
+def _reset() -> AbstractContextManager[None]:
+    """A reset of the prefix cache leaves everything to be found."""
+
+    def make(_: object) -> Callable[[PrefixCache, Iterable[Sequence]], int]:
+        return lambda cache, running: len(cache)
+
+    return _replaced(PrefixCache, "clear", make)
+
+
+PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "refcount": _refcount,
+    "withdrawal": _withdrawal,
+    "row": _row,
+    "copy": _copy,
+    "reset": _reset,
+}
 """By the name that --plant takes."""

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from random import Random
 
 from octavo.scheduler.simulate.clocks import forbidden_clocks
 from octavo.scheduler.simulate.faults import Troublemaker
@@ -149,7 +148,9 @@ class _Round:
         if (timer := scheduler.core.next_timer) is not None:
             raise Violation(f"idle, but a timer is due at {timer}")
         if len(scheduler.sessions.peers) != len(service.frontends) + 1:
-            raise Violation(f"{len(scheduler.sessions.peers)} sessions for {len(service.frontends)} frontends and a worker")
+            raise Violation(
+                f"{len(scheduler.sessions.peers)} sessions for {len(service.frontends)} frontends and a worker"
+            )
         models = [worker.model for worker in service.workers if worker.model is not None]
         if len(models) != 1 or len(models[0].rows) > 1:
             raise Violation(f"idle, but workers hold {[list(model.rows.values()) for model in models]}")

@@ -89,16 +89,17 @@ def draw_scenario(random: Random) -> Scenario:
     small_facts = _draw_facts(random, random.choice([1, 2, 4, 16])) if random.random() < 0.1 else facts
     num_frontends = random.randint(1, 3)
     calm = random.random() < 0.25
+    compute_s = random.choice([0.005, 0.05, 0.1])
     return Scenario(
         config=_draw_config(random, num_frontends),
         facts=facts,
         small_facts=small_facts,
         num_frontends=num_frontends,
-        queue_limit=random.choice([8, 40, 1000]),
-        compute_s=random.choice([0.005, 0.05, 0.1]),
+        queue_limit=random.choice([24, 100, 1000]),
+        compute_s=compute_s,
         weather=Weather() if calm else _draw_weather(random),
         troubles=Troubles() if calm else _draw_troubles(random),
-        traffic=_draw_traffic(random, facts),
+        traffic=_draw_traffic(random, facts, compute_s),
     )
 
 
@@ -110,8 +111,8 @@ def _draw_facts(random: Random, block_size: int) -> WorkerFacts:
         block_size=block_size,
         vocab_size=VOCAB_SIZE,
         max_model_len=max(2, min(pool - random.randint(0, 2), LONGEST)) if random.random() < 0.8 else LONGEST,
-        max_num_seqs=random.choice([1, 2, 3, 4, 4, 6, 8]),
-        max_num_batched_tokens=random.choice([1, 2, 3, 8, 16, 64, 64]),
+        max_num_seqs=random.choice([1, 2, 3, 4, 6, 8, 8]),
+        max_num_batched_tokens=random.choice([1, 2, 4, 8, 16, 64, 64, 64]),
     )
 
 
@@ -124,10 +125,10 @@ def _draw_config(random: Random, num_frontends: int) -> SchedulerConfig:
         max_preemptions=random.randint(0, 3),
         enable_prefix_caching=random.random() < 0.8,
         scheduling_policy=random.choice(["fcfs", "fcfs", "priority", "fair"]),
-        max_requests_per_caller=random.choice([0, 0, 0, 1, 4]),
+        max_requests_per_caller=random.choice([0, 0, 0, 0, 2, 4]),
         max_waiting_tokens_per_caller=random.choice([0, 0, 0, 60]),
-        max_waiting_requests=random.choice([1, 4, 1024, 1024]),
-        max_waiting_tokens=random.choice([60, 2**20, 2**20]),
+        max_waiting_requests=random.choice([1, 4, 1024, 1024, 1024, 1024]),
+        max_waiting_tokens=random.choice([60, 2**20, 2**20, 2**20]),
         max_frontends=random.choice([num_frontends, 64]),
         step_timeout_s=random.choice([2.0, 5.0, 20.0]),
         recovery_timeout_s=random.choice([2.0, 20.0, 120.0]),
@@ -137,27 +138,27 @@ def _draw_config(random: Random, num_frontends: int) -> SchedulerConfig:
 def _draw_weather(random: Random) -> Weather:
     weather = Weather(max_latency_s=random.choice([0.0005, 0.002, 0.02]))
     for kind in ("lose", "duplicate", "reorder", "corrupt", "delay"):
-        if random.random() < 0.4:
-            setattr(weather, kind, random.choice([1e-4, 1e-3, 3e-3]))
+        if random.random() < 0.3:
+            setattr(weather, kind, random.choice([1e-4, 1e-3, 5e-3]))
     return weather
 
 
 def _draw_troubles(random: Random) -> Troubles:
     troubles = Troubles()
     for kind in vars(troubles):
-        if random.random() < 0.6:
-            setattr(troubles, kind, random.choice([4.0, 15.0, 60.0]))
+        if random.random() < 0.5:
+            setattr(troubles, kind, random.choice([5.0, 25.0, 100.0]))
     return troubles
 
 
-def _draw_traffic(random: Random, facts: WorkerFacts) -> Traffic:
+def _draw_traffic(random: Random, facts: WorkerFacts, compute_s: float) -> Traffic:
     def share(*shares: float) -> float:
         return random.choice(shares)
 
     longest = min(facts.max_model_len, (facts.num_blocks - 1) * facts.block_size)
     return Traffic(
-        num_live=random.choice([1, 2, 4, 8]),
-        mean_gap_s=random.choice([0.01, 0.1, 0.5]),
+        num_live=random.choice([2, 4, 8, 12]),
+        mean_gap_s=compute_s * random.choice([0.3, 1.0, 4.0]),
         cancels=share(0.0, 0.15, 0.4),
         stops=share(0.0, 0.2),
         deadlines=share(0.0, 0.0, 0.2),
@@ -167,6 +168,6 @@ def _draw_traffic(random: Random, facts: WorkerFacts) -> Traffic:
         logprobs=share(0.0, 0.2),
         unshared=share(0.0, 0.2),
         max_prompt=max(1, min(longest - 1, random.choice([8, 24, 64, 96]))),
-        max_output=random.choice([4, 12, 40]),
+        max_output=random.choice([6, 20, 60]),
         resets=random.choice([0.0, 0.0, 3.0, 20.0]),
     )

@@ -42,7 +42,6 @@ class SimScheduler(Process):
         super().__init__(world)
         self.link = RouterLink(network, self.wake)
         self.service = WatchedService(self.link, config, boot_id, self._new_session, world.stats)
-        self._num_preemptions = 0
 
     def turn(self) -> None:
         """Let the service take its turn, and prove its state."""
@@ -77,6 +76,7 @@ class SimScheduler(Process):
         figures, stats = self.service.core.figures, self.world.stats
         stats["preemptions"] += figures.num_preemptions
         stats["recomputed tokens"] += figures.num_recomputed_tokens
+        stats["old results"] += figures.num_old_results
         stats["malformed"] += self.link.num_malformed
         stats["strays"] += self.service.sessions.num_strays
         stats["hellos said twice"] += self.service.sessions.num_duplicate_hellos

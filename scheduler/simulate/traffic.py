@@ -152,7 +152,9 @@ def _table(reports: list[dict[str, Any]]) -> str:
     widths = [max(map(len, [head, *column])) for head, column in zip(heads, columns, strict=True)]
     lines = [heads, *zip(*columns, strict=True)]
     return "\n".join(
-        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(line, widths)))
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(line, widths))
+        )
         for line in lines
     )
 

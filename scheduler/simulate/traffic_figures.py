@@ -33,6 +33,12 @@ class TrafficFigures:
         self._waste, self._used = array("d"), array("d")
         self._step_s = array("d")
 
+    @property
+    def started(self) -> list[str]:
+        """The callers of the requests that have started, in the order in which they did."""
+        names = self.fairness.names
+        return [names[number] for number in self._callers]
+
     # While it runs
 
     def on_submitted(self, now: float, live: Live) -> None:
@@ -87,7 +93,6 @@ class TrafficFigures:
         """Return everything, as it is printed; `figures` are the core's."""
         elapsed = max(self.end_s - (self._begin_s or 0.0), 1e-9)
         queues = np.frombuffer(self._queue) if self._queue else np.zeros(0)
-        callers = self.fairness.names
         return {
             "requests": self.num_requests,
             "finished": len(self._e2e),
@@ -113,7 +118,7 @@ class TrafficFigures:
             "busy": round(min(1.0, sum(self._step_s) / elapsed), 4),
             "rows_per_step": spread(self._rows),
             "tokens_per_step": spread(self._tokens),
-            "queue_ms_by_caller": _grouped(queues, [callers[number] for number in self._callers]),
+            "queue_ms_by_caller": _grouped(queues, self.started),
             "queue_ms_by_priority": _grouped(queues, [str(priority) for priority in self._priorities]),
         }
 

@@ -3,7 +3,7 @@
 import importlib
 from dataclasses import dataclass, field
 
-from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.config import ConfigConflict, SchedulerConfig
 from octavo.scheduler.policy import POLICIES, Policy
 from octavo.scheduler.simulate.cost import StepCost
 from octavo.wire.handshake import WorkerFacts
@@ -15,7 +15,11 @@ class BadPolicy(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The service that is simulated. The worker's defaults are an H200's with an 8B model in bfloat16."""
+    """The service that is simulated. The worker's defaults are an H200's with an 8B model in bfloat16.
+
+    Raises:
+        ConfigConflict: a limit of the worker is out of its range.
+    """
 
     policy: str = "fcfs"
     """A name among `octavo.scheduler.policy.POLICIES`, or module:Class."""
@@ -37,6 +41,11 @@ class Setup:
     enable_prefix_caching: bool = True
     check: bool = False
     """Make real ids, read them through the block tables, and prove the core's invariants after each event: slow."""
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigConflict(f"{name} is {getattr(self, name)}: it must be at least {least}")
 
     @property
     def facts(self) -> WorkerFacts:
@@ -74,6 +83,9 @@ class Setup:
             enable_prefix_caching=self.enable_prefix_caching,
             scheduling_policy=self.policy if self.policy in POLICIES else own,
         )
+
+
+_LEAST = {"num_blocks": 1, "block_size": 1, "vocab_size": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1}
 
 
 def load_policy(name: str) -> Policy:

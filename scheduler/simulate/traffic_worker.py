@@ -14,8 +14,6 @@ from octavo.wire.plan import StepPlan, StepResult
 OUTPUT_COST = 2
 """What one token of output counts as service; a token of a prompt counts 1, one that was found or recomputed 0."""
 
-_TOKEN_ID = 1
-
 
 @dataclass(slots=True)
 class Live:
@@ -36,7 +34,7 @@ class FastWorker:
     """Lengths and owners of rows, kept as arrays; the law: `lengths` is 0 exactly where a row is free.
 
     Args:
-        facts: bounds of the worker; the ids in results do not depend on anything.
+        facts: bounds of the worker; its vocabulary has at least 2 ids.
         live: requests by handle, as plans name them; the owner adds and removes.
     """
 
@@ -55,7 +53,7 @@ class FastWorker:
         self._shares_last = np.zeros(rows, np.bool_)  # forked, and has written nothing since
         self._owners: dict[int, tuple[int, int]] = {}  # row -> handle, choice
         self._flags = pack_ints([1]) * rows
-        self._tokens = pack_ints([_TOKEN_ID]) * rows
+        self._tokens = np.ones(rows, "<i4")  # what a row draws: choices of one request draw different ids
 
     @property
     def num_empty_slots(self) -> int:
@@ -91,11 +89,9 @@ class FastWorker:
         return self._result(plan, draws), load, service
 
     def _result(self, plan: StepPlan, draws: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> StepResult:
-        tokens = self._tokens[: 4 * len(draws)]
-        ends = self.lengths[draws] == self._ends[draws]
-        if ends.any():
-            tokens = np.where(ends, STOP_ID, _TOKEN_ID).astype("<i4").tobytes()
-        return StepResult(epoch=plan.epoch, step=plan.step, row=draws.astype("<i4").tobytes(), token=tokens)
+        tokens = self._tokens[draws]
+        tokens[self.lengths[draws] == self._ends[draws]] = STOP_ID
+        return StepResult(epoch=plan.epoch, step=plan.step, row=draws.tobytes(), token=tokens.tobytes())
 
     def _apply_rows(self, plan: StepPlan) -> None:
         for row in unpack_ints(plan.freed_rows):
@@ -118,6 +114,7 @@ class FastWorker:
         self.greatest[row] = arrival.num_prompt_tokens + arrival.max_tokens
         self._ends[row] = arrival.num_prompt_tokens + arrival.num_output_tokens - 1
         self._furthest[row] = live.furthest.get(choice, 0)
+        self._tokens[row] = 1 + choice % (self.facts.vocab_size - 1)
 
     def _fork(self, plan: StepPlan) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
         sources, targets = unpack_ints(plan.fork_src), unpack_ints(plan.fork_dst)

@@ -1,5 +1,7 @@
 """Configuration and admission: what is refused, with which numbers."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -8,6 +10,7 @@ from octavo.scheduler.deadlines import Deadlines
 from octavo.scheduler.events import RequestSubmitted
 from octavo.scheduler.instructions import EmitOutput
 from octavo.scheduler.sequence import Request
+from octavo.scheduler.simulate.model import make_facts
 from octavo.wire.columns import pack_floats, pack_ints
 from octavo.wire.handshake import ServiceFacts, WorkerFacts
 from octavo.wire.ids import Handle, SessionId
@@ -15,7 +18,6 @@ from octavo.wire.plan import RowSampling
 from octavo.wire.requests import FailureCode, RequestFailed, SubmitRequest
 from tests.support.core_driver import FRONTEND, CoreDriver, make_config
 from tests.support.fake_frontend import make_submit
-from octavo.scheduler.simulate.model import make_facts
 
 
 def refuse(message: SubmitRequest, facts: WorkerFacts | None = None) -> RequestFailed:
@@ -135,7 +137,7 @@ def test_the_first_and_the_last_id_are_taken() -> None:
 # The queue
 
 
-def crowded(**settings: int) -> CoreDriver:
+def crowded(**settings: Any) -> CoreDriver:
     """Return a driver whose only row is taken."""
     driver = CoreDriver(make_facts(), make_config(max_num_seqs=1, **settings))
     driver.worker_ready()
@@ -192,7 +194,7 @@ def test_replays_are_not_turned_away_for_a_full_queue_but_are_bounded() -> None:
 # Configuration
 
 
-def resolve(facts: WorkerFacts, **settings: int) -> ServiceFacts:
+def resolve(facts: WorkerFacts, **settings: Any) -> ServiceFacts:
     return resolve_limits(make_config(**settings), facts).service_facts
 
 
@@ -201,7 +203,9 @@ def test_unset_limits_are_the_workers_or_the_pools() -> None:
         1000, max_model_len=512, block_size=16, max_num_seqs=16, scheduling_policy="fcfs", prefix_caching=True
     )
     assert resolve(make_facts(num_blocks=11)).max_model_len == 160
-    assert resolve(make_facts(), max_model_len=100, max_num_seqs=2) == ServiceFacts(1000, 100, 16, 2)
+    assert resolve(make_facts(), max_model_len=100, max_num_seqs=2) == ServiceFacts(
+        1000, 100, 16, 2, prefix_caching=True
+    )
 
 
 @pytest.mark.parametrize(
