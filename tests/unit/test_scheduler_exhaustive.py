@@ -160,7 +160,7 @@ class Play:
             (row, m.request, m.choice, tuple(m.ids), m.num_computed, blocks(m.table)) for row, m in model.rows.items()
         )
         # What is in other blocks is gone when they are given out.
-        read = set(worker.planner.cache._index._keys)
+        read: set[int] = set(worker.planner.cache._index._keys)
         read.update(block for table in worker.planner.tables._tables.values() for block in table)
         read.update(block for m in model.rows.values() for block in m.table)
         read.update(block for plan in self.driver.sent for block in unpack_ints(plan.copy_src))
@@ -259,7 +259,9 @@ def main() -> None:
     for name, world in WORLDS.items():
         began = time.monotonic()
         sizes = explore(world, depth)
-        print(f"{name}: {sum(sizes)} states, {sizes}, {time.monotonic() - began:.0f} s", flush=True)
+        seconds = time.monotonic() - began
+        sys.stdout.write(f"{name}: {sum(sizes)} states in {seconds:.0f} s, by depth: {sizes}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
