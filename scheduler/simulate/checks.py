@@ -102,6 +102,7 @@ class Auditor:
         self._just_ended: set[RequestName | tuple[RequestName, int]] = set()
         self._away_since: float | None = None
         self._was_away = True
+        self._has_one_event = False
 
     @property
     def num_live(self) -> int:
@@ -115,6 +116,7 @@ class Auditor:
             Violation: it did what it must not do.
         """
         self._just_ended.clear()
+        self._has_one_event = len(events) == 1
         self._was_away, self._away_since = self._epoch is None, self._lost_at
         for event in events:
             self._on_event(event, now)
@@ -217,6 +219,8 @@ class Auditor:
 
     def _check_failure(self, failed: RequestFailed, now: float) -> None:
         self.stats[f"failures {failed.code.name}"] += 1
+        if failed.code is FailureCode.QUEUE_FULL and self._has_one_event and not self._live:
+            raise Violation(f"{failed}, but nobody else is here")
         if failed.code is not FailureCode.UNAVAILABLE:
             return
         if not self._was_away and "smaller" not in failed.message:

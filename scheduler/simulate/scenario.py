@@ -95,7 +95,7 @@ def draw_scenario(random: Random) -> Scenario:
         facts=facts,
         small_facts=small_facts,
         num_frontends=num_frontends,
-        queue_limit=random.choice([24, 100, 1000]),
+        queue_limit=random.choice([16, 24, 100, 1000]),
         compute_s=compute_s,
         weather=Weather() if calm else _draw_weather(random),
         troubles=Troubles() if calm else _draw_troubles(random),

@@ -37,6 +37,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.intake = Intake(True)
         self.running: dict[Sequence, str] = {}  # with its tenant
         self.ended: dict[Sequence, str] = {}
+        self.num_done: dict[Sequence, int] = {}  # blocks that have been published, or were there already
         self.content: dict[BlockId, list[int]] = {}
         self.found: dict[Prefix, tuple[BlockId, int]] = {}  # with the number of the publisher
 
@@ -82,9 +83,9 @@ class PrefixMachine(RuleBasedStateMachine):
         if not s.publishes or not self.running[s]:
             return
         table = self.tables.table(s.number)
-        for index in range(s.num_planned // self.size):
-            if index >= s.num_cached // self.size:
-                self.found.setdefault(self.prefix(s, index), (table[index], s.number))
+        for index in range(self.num_done.get(s, s.num_cached // self.size), s.num_planned // self.size):
+            self.found.setdefault(self.prefix(s, index), (table[index], s.number))
+            self.num_done[s] = index + 1  # once: what is withdrawn later stays so
 
     # What happens
 

@@ -23,13 +23,13 @@ from typing import Self
 
 import zmq
 
+from octavo.scheduler.simulate.model import FakeModel, FaultRule, make_facts
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S, DealerChannel
 from octavo.wire.codec import FromScheduler
 from octavo.wire.handshake import PROTOCOL_VERSION, WorkerFacts, WorkerHello
 from octavo.wire.ids import BootId, new_boot_id
 from octavo.wire.peer import Peer, PeerEvent, PeerRefused, SessionBegan, SessionEnded, Waiting
 from octavo.wire.plan import StepPlan
-from octavo.scheduler.simulate.model import FakeModel, FaultRule, make_facts
 
 NextToken = Callable[[Sequence[int]], int]
 WAIT_S = 30.0

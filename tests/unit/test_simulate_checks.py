@@ -256,3 +256,12 @@ def test_no_worker_is_a_reason_only_when_it_has_been_away_for_long_enough() -> N
     with pytest.raises(Violation, match="without a worker"):
         account.tell(account.submit(1), then=(away,), now=109.0)
     account.tell(account.submit(1), then=(away,), now=110.0)
+
+
+def test_an_empty_scheduler_refuses_nobody_for_load() -> None:
+    full = failed(1, FailureCode.QUEUE_FULL)
+    account = Account()
+    account.tell(account.submit(2), then=(account.plan([0], enter(0, 2)),))
+    account.tell(account.submit(1), then=(full,))
+    with pytest.raises(Violation, match="nobody else is here"):
+        Account().tell(account.submit(1), then=(full,))
