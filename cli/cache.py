@@ -4,11 +4,14 @@ import grpc
 import typer
 
 from octavo.cli.client import DEFAULT_ADDRESS, Address, failure
+from octavo.cli.command import Command
 from octavo.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 5.0
 
-app = typer.Typer(name="cache", help="The prefix cache of a running service.", no_args_is_help=True)
+app = typer.Typer(
+    name="cache", help="The prefix cache of a running service.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 @app.callback()
@@ -16,7 +19,7 @@ def _cache() -> None:
     """Keep `reset` a command of its own: Typer would make a single command the group itself."""
 
 
-@app.command("reset")
+@app.command("reset", cls=Command)
 def reset(address: Address = DEFAULT_ADDRESS) -> None:
     """Forget all cached prefixes, so that no later request finds what was computed before. Running requests go on."""
     with grpc.insecure_channel(address) as channel:

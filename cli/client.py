@@ -9,6 +9,7 @@ from typing import Annotated, NamedTuple
 import grpc
 import typer
 
+from octavo.cli.command import Command
 from octavo.cli.errors import CommandError
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as rpc
@@ -24,11 +25,17 @@ Stop = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends t
 Priority = Annotated[
     int,
     typer.Option(
-        "--priority", min=-(2**31), max=2**31 - 1, help="Lower runs earlier; needs the scheduling policy priority."
+        "--priority",
+        min=-(2**31),
+        max=2**31 - 1,
+        help="Lower runs earlier; needs a scheduling policy that takes priorities.",
     ),
 ]
 CacheSalt = Annotated[
     str, typer.Option("--cache-salt", help="Share cached prefixes only with requests of the same salt.")
+]
+ShowUsage = Annotated[
+    bool, typer.Option("--usage", help="Say on standard error what an answer cost: tokens, cached ones, times.")
 ]
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 EXIT_INTERRUPTED = 130
@@ -40,6 +47,7 @@ class Answer(NamedTuple):
 
     text: str
     is_cut: bool
+    usage: pb.Usage | None
 
 
 def generate(
@@ -54,6 +62,7 @@ def generate(
     stop: Stop = None,
     priority: Priority = 0,
     cache_salt: CacheSalt = "",
+    usage: ShowUsage = False,
 ) -> None:
     """Continue a text and print it as it comes."""
     # The newline that ends a piped text is the shell's, not the author's; most models continue badly after it.
@@ -68,7 +77,7 @@ def generate(
     )
     with grpc.insecure_channel(address) as channel:
         answer = _stream(rpc.GenerationServiceStub(channel), request, address)
-    typer.echo()
+    _end(answer, usage)
     if answer.is_cut:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -86,6 +95,7 @@ def chat(
     stop: Stop = None,
     priority: Priority = 0,
     cache_salt: CacheSalt = "",
+    usage: ShowUsage = False,
 ) -> None:
     """Talk with a model. /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C cancels an answer."""
     opening = [pb.ChatMessage(role="system", content=system)] if system else []
@@ -107,7 +117,7 @@ def chat(
                 cache_salt=cache_salt,
             )
             answer = _stream(stub, request, address)
-            typer.echo()
+            _end(answer, usage)
             if message and answer.is_cut:
                 raise typer.Exit(EXIT_INTERRUPTED)
             if message:
@@ -137,6 +147,7 @@ def _stream(stub: rpc.GenerationServiceStub, request: pb.GenerationInput, addres
     call = stub.GenerateStream(pb.GenerateStreamRequest(input=request))
     pieces = []
     is_cut = False
+    usage = None
     with _cancelled_by_ctrl_c(call.cancel):
         try:
             for event in call:
@@ -144,19 +155,44 @@ def _stream(stub: rpc.GenerationServiceStub, request: pb.GenerationInput, addres
                     pieces.append(event.delta.text)
                     sys.stdout.write(event.delta.text)
                     sys.stdout.flush()
+                elif event.WhichOneof("event") == "finished" and event.finished.HasField("usage"):
+                    usage = event.finished.usage
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.CANCELLED:
                 raise failure(address, error) from error
             is_cut = True
-    return Answer("".join(pieces), is_cut)
+    return Answer("".join(pieces), is_cut, usage)
+
+
+def _end(answer: Answer, with_usage: bool) -> None:
+    """End the line of an answer; say what it cost, if that is wanted and known (it is not after Ctrl-C)."""
+    typer.echo()
+    if with_usage and answer.usage is not None:
+        cost = answer.usage
+        times = (("queue", cost.queue_time), ("prefill", cost.prefill_time), ("decode", cost.decode_time))
+        spent = ", ".join(f"{name} {time.ToMicroseconds() / 1000:.1f} ms" for name, time in times)
+        typer.echo(
+            f"prompt {cost.prompt_tokens} tokens ({cost.cached_prompt_tokens} cached), "
+            f"output {cost.completion_tokens}; {spent}",
+            err=True,
+        )
 
 
 def failure(address: str, error: grpc.RpcError) -> CommandError:
     """Return the one line that the user gets for a failed call."""
     details = error.details() or ""
     if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
-        return CommandError(f"no service answers at {address} (HOST:PORT); 'octavo serve demo' starts one here")
+        return CommandError(f"no service answers at {address} (HOST:PORT){_how_to_start(address)}")
     return CommandError(f"{error.code().name}: {' '.join(details.split())}")
+
+
+def _how_to_start(address: str) -> str:
+    """Return what would start a service at an address of this machine, '' for another one."""
+    host, _, port = address.rpartition(":")
+    if host.strip("[]") not in ("127.0.0.1", "localhost", "::1") or not port.isdecimal():
+        return ""
+    flags = "" if port == DEFAULT_ADDRESS.rpartition(":")[2] else f" --grpc-port {port}"
+    return f"; 'octavo serve demo{flags}' starts one here"
 
 
 @contextmanager
@@ -170,5 +206,5 @@ def _cancelled_by_ctrl_c(cancel: Callable[[], object]) -> Iterator[None]:
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
-    app.command()(generate)
-    app.command()(chat)
+    app.command(cls=Command)(generate)
+    app.command(cls=Command)(chat)

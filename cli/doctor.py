@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo.cli import options
+from octavo.cli.command import Command
 from octavo.cli.demo_model import NAME
 from octavo.cli.errors import CommandError
 from octavo.cli.model_store import DEMO, folder_of, is_complete
@@ -155,4 +156,4 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
 
 def register(app: typer.Typer) -> None:
     """Add the command of this module."""
-    app.command()(doctor)
+    app.command(cls=Command)(doctor)

@@ -30,6 +30,7 @@ def build(command: str | None) -> typer.Typer:
         help="Large language models as a gRPC microservice.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_version)

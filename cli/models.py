@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo.cli.checkpoint import CheckpointFile
+from octavo.cli.command import Command
 from octavo.cli.model_check import examine
 from octavo.cli.model_store import fetch, is_complete, locate
 from octavo.cli.places import models_folder
@@ -19,10 +20,10 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 Name = Annotated[str, typer.Argument(help="A hub name (owner/model), or 'demo'.")]
 
-app = typer.Typer(name="models", help="List, fetch and inspect models.", no_args_is_help=True)
+app = typer.Typer(name="models", help="List, fetch and inspect models.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_models() -> None:
     """List the fetched models."""
     store = models_folder()
@@ -40,14 +41,14 @@ def list_models() -> None:
     console.print(f"in {store}", soft_wrap=True)
 
 
-@app.command("fetch")
+@app.command("fetch", cls=Command)
 def fetch_model(name: Name) -> None:
     """Fetch a model, unless it is there, and print its folder."""
     folder = fetch(name)
     typer.echo(str(folder))
 
 
-@app.command("inspect")
+@app.command("inspect", cls=Command)
 def inspect(
     name: Annotated[str, typer.Argument(help="A model folder, or the name of a fetched model.")],
 ) -> None:

@@ -5,10 +5,13 @@ The command line wins over the environment, the environment over the file, the f
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 import yaml
+
+from octavo.cli.command import FROM_FILE
+from octavo.scheduler.policy import POLICIES
 
 MAX_CONFIG_BYTES = 2**20
 _NOT_IN_FILES = ("config", "help", "exit_with_parent")
@@ -24,7 +27,8 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     """Make the file's values the defaults of the command.
 
     Raises:
-        typer.BadParameter: the file is no mapping, or names an option that the command does not have.
+        typer.BadParameter: the file cannot be read, is no mapping, or names an option that the command does not have.
+            Values are checked later, and only where neither flag nor variable takes their place.
     """
     if path is None:
         return None
@@ -32,21 +36,39 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise typer.BadParameter(f"{path} has {path.stat().st_size} bytes, limit {MAX_CONFIG_BYTES}")
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise typer.BadParameter(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error.strerror}") from error
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise typer.BadParameter(f"{path} cannot be read: {line}{error.problem}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise typer.BadParameter(f"{path} holds no mapping of options")
     # Names in files are written as flags are, or with underscores; parameters are matched by their Python name.
     known = {p.opts[0].removeprefix("--").replace("-", "_"): p for p in context.command.params}
     defaults: dict[str, Any] = {}
+    places: dict[str, str] = {}
     for key, value in values.items():
         parameter = known.get(str(key).replace("-", "_"))
         if parameter is None or parameter.name in (None, *_NOT_IN_FILES):
-            raise typer.BadParameter(f"{path} names {key!r}, which {context.command.name} does not have")
+            raise typer.BadParameter(
+                f"{path} names {key!r}, which {context.command.name} does not have{_instead(str(key), known)}"
+            )
         many = parameter.multiple and not isinstance(value, list)
         defaults[str(parameter.name)] = [value] if many else value
+        places[str(parameter.name)] = f"'{key}' in {path}"
+    context.meta[FROM_FILE] = places
     context.default_map = {**(context.default_map or {}), **defaults}
     return path
+
+
+def _instead(key: str, known: dict[str, Any]) -> str:
+    """Say how a switch is turned off in a file, where the key is the flag that does so."""
+    positive = key.replace("-", "_").removeprefix("no_")
+    if positive != key.replace("-", "_") and positive in known and known[positive].secondary_opts:
+        return f"; write '{positive.replace('_', '-')}: false'"
+    return ""
 
 
 def _config_callback(context: typer.Context, path: Path | None) -> Path | None:
@@ -62,6 +84,12 @@ def _positive(what: type[int] | type[float]) -> Callable[[Any], Any]:
     return check
 
 
+def _policies() -> str:
+    """Say what each policy does, in the first clause of its own words."""
+    clauses = {name: (policy.__doc__ or "").partition("\n")[0] for name, policy in POLICIES.items()}
+    return " ".join(f"{name}: {clause.partition(';')[0].rstrip('.')}." for name, clause in clauses.items())
+
+
 _LISTEN, _MODEL, _LIMITS, _MEMORY = "Listening", "Model", "Scheduling", "Memory"
 _PROCESS = "Process"
 
@@ -70,7 +98,13 @@ ModelArgument = Annotated[
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", help="YAML file of options.", callback=_config_callback, is_eager=True, dir_okay=False),
+    typer.Option(
+        "--config",
+        help="YAML file of options; flags and variables win.",
+        callback=_config_callback,
+        is_eager=True,
+        dir_okay=False,
+    ),
 ]
 Host = Annotated[str, option("--host", _LISTEN, "Address to listen on.")]
 GrpcPort = Annotated[int, option("--grpc-port", _LISTEN, "Port of the gRPC service.", min=0, max=65535)]
@@ -88,7 +122,10 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 BackendName = Literal["auto", "cpu", "reference"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormatName = Literal["auto", "dummy"]
-PolicyName = Literal["fcfs", "priority", "fair"]
+if TYPE_CHECKING:
+    PolicyName = str
+else:
+    PolicyName = Literal[tuple(POLICIES)]
 LevelName = Literal["debug", "info", "warning", "error"]
 
 Device = Annotated[DeviceName, option("--device", _MODEL, "auto: a CUDA device where there is one, else the CPU.")]
@@ -123,14 +160,20 @@ SchedulingPolicy = Annotated[
     option(
         "--scheduling-policy",
         _LIMITS,
-        "Who runs first: fcfs, first come first served; priority, lower priorities of requests first; fair, callers in turn.",
+        f"Who runs first. {_policies()}",
     ),
 ]
 MaxWaitingRequests = Annotated[
     int, option("--max-waiting-requests", _LIMITS, "Bound of the queue, in requests.", min=1)
 ]
 MaxWaitingTokens = Annotated[
-    int, option("--max-waiting-tokens", _LIMITS, "Bound of the queue, in prompt tokens times choices.", min=1)
+    int,
+    option(
+        "--max-waiting-tokens",
+        _LIMITS,
+        "Bound of the queue, in prompt tokens times choices; a single request may exceed it when none waits.",
+        min=1,
+    ),
 ]
 MaxRequestsPerCaller = Annotated[
     int,
@@ -143,7 +186,8 @@ MaxWaitingTokensPerCaller = Annotated[
     option(
         "--max-waiting-tokens-per-caller",
         _LIMITS,
-        "Prompt tokens times choices that one caller (address) may have waiting; 0: no limit.",
+        "Prompt tokens times choices that one caller (address) may have waiting; a single request may exceed it when "
+        "none of the caller's waits; 0: no limit.",
         min=0,
     ),
 ]
@@ -180,7 +224,7 @@ EnablePrefixCaching = Annotated[
 ]
 NumGpuBlocksOverride = Annotated[
     int | None,
-    option("--num-gpu-blocks-override", _MEMORY, "Blocks of the KV cache, instead of --kv-cache-memory-bytes.", min=2),
+    option("--num-gpu-blocks-override", _MEMORY, "Blocks of the KV cache, whatever memory that takes.", min=2),
 ]
 KvCacheMemoryBytes = Annotated[int, option("--kv-cache-memory-bytes", _MEMORY, "Bytes of the KV cache.", min=1)]
 SchedulerAddress = Annotated[

@@ -5,6 +5,7 @@ import sys
 import typer
 
 from octavo.cli import logs, options, parent
+from octavo.cli.command import Command
 from octavo.cli.model_store import resolve
 from octavo.cli.places import default_scheduler_address
 
@@ -146,4 +147,4 @@ def _begin(role: str, log_level: str, parent_pid: int | None) -> None:
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
     for command in (frontend, scheduler, worker):
-        app.command()(command)
+        app.command(cls=Command)(command)

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
 from octavo.cli import logs, options
+from octavo.cli.command import Command
 from octavo.cli.errors import ConfigurationError
 from octavo.cli.model_check import require_servable
 from octavo.cli.model_store import Model, resolve
@@ -223,4 +224,4 @@ def _example() -> generation_pb2.GenerateStreamRequest:
 
 def register(app: typer.Typer) -> None:
     """Add the command of this module."""
-    app.command()(serve)
+    app.command(cls=Command)(serve)

@@ -67,6 +67,10 @@ class AdminServicer:
             response.processes.append(self._own_status(client))
         if report is not None:
             _add_report(response, report)
+            if client is not None and client.facts is not None:
+                response.scheduler.scheduling_policy = client.facts.scheduling_policy
+                response.scheduler.prefix_caching = client.facts.prefix_caching
+                response.scheduler.max_num_seqs = client.facts.max_num_seqs
         return response
 
     async def reset_prefix_cache(

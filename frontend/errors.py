@@ -5,6 +5,7 @@
         ContextLengthExceeded     shorten the prompt or ask for fewer tokens
       ModelNotFound               ask for a served model
       QueueFull                   come back later: the scheduler's queue is full
+      CallerLimitExceeded         come back when less of yours is running or waiting
       TooManyStreams              come back later: this frontend holds its most requests
       SlowReader                  read faster
       Unavailable                 come back later: loading, no worker, recovery took too long
@@ -86,6 +87,10 @@ class QueueFull(RetryableError):
     """The scheduler's waiting queue is full."""
 
 
+class CallerLimitExceeded(RetryableError):
+    """The caller has as many requests, or waiting tokens, as one caller may have; the metadata says which, and both numbers."""
+
+
 class TooManyStreams(RetryableError):
     """This frontend holds as many requests as it may."""
 
@@ -147,6 +152,7 @@ RULES: dict[type[ServiceError], _Rule] = {
     ContextLengthExceeded: _Rule(grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED", (_bad_request,)),
     ModelNotFound: _Rule(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", (_resource_info,)),
     QueueFull: _Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", (_retry_info,)),
+    CallerLimitExceeded: _Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, "CALLER_LIMIT_EXCEEDED", (_retry_info,)),
     TooManyStreams: _Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS", (_retry_info,)),
     SlowReader: _Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER", (_retry_info,)),
     Unavailable: _Rule(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", (_retry_info,)),

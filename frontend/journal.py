@@ -2,7 +2,7 @@
 
 from array import array
 
-from octavo.frontend.validation import PRIORITY_POLICY, GenerationCall
+from octavo.frontend.validation import GenerationCall
 from octavo.wire.columns import pack_ints
 from octavo.wire.handshake import ServiceFacts
 from octavo.wire.prefix import prompt_keys, root_key
@@ -73,7 +73,7 @@ class Journal:
             deadline_s=deadline_s,
             caller=self._caller,
             trace=self._trace,
-            priority=call.params.priority if facts.scheduling_policy == PRIORITY_POLICY else 0,
+            priority=call.params.priority if facts.takes_priorities else 0,
             prefix_root=self._prefix_root if facts.prefix_caching else b"",
             prefix_keys=self._prefix_keys if facts.prefix_caching else b"",
         )

@@ -230,6 +230,7 @@ class GenerationServicer:
             model.defaults,
             model.eos_ids,
             facts.scheduling_policy,
+            facts.takes_priorities,
         )
         check_prompt_form(request, bounds, model.tokenizer.max_prompt_bytes(bounds.max_model_len))
         resolve = _prompt_work(request, check_params(request, bounds), bounds, model)

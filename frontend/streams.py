@@ -8,6 +8,7 @@ from typing import Protocol
 from octavo.frontend.choice import ChoiceEnd, ChoiceOutput, Chunk, PositionGap
 from octavo.frontend.detokenizer import Detokenizer
 from octavo.frontend.errors import (
+    CallerLimitExceeded,
     DeadlineExceeded,
     InternalError,
     InvalidArgument,
@@ -316,5 +317,8 @@ FAILURES: dict[FailureCode, Callable[[RequestFailed], ServiceError]] = {
     FailureCode.UNAVAILABLE: lambda e: Unavailable(e.message, retry_after_s=e.retry_after_s),
     FailureCode.DEADLINE: lambda e: DeadlineExceeded(e.message),
     FailureCode.INTERNAL: lambda e: InternalError(e.message),
+    FailureCode.CALLER_LIMIT: lambda e: CallerLimitExceeded(
+        e.message, retry_after_s=e.retry_after_s, metadata={name: str(value) for name, value in e.figures}
+    ),
 }
 """What a caller is told of a failure at the scheduler."""

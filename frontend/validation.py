@@ -30,9 +30,6 @@ INT32_MAX = 2**31 - 1
 
 MAX_CACHE_SALT_BYTES = 256
 
-PRIORITY_POLICY = "priority"
-"""The scheduling policy that takes priorities."""
-
 
 @dataclass(frozen=True)
 class Bounds:
@@ -44,7 +41,8 @@ class Bounds:
         max_model_len: most tokens of prompt and output together.
         defaults: what unset sampling parameters mean.
         eos_ids: ids that end a sequence unless ignored.
-        scheduling_policy: of the scheduler; only `priority` takes priorities.
+        scheduling_policy: of the scheduler.
+        takes_priorities: whether it uses priorities.
     """
 
     config: FrontendConfig
@@ -53,6 +51,7 @@ class Bounds:
     defaults: SamplingDefaults
     eos_ids: tuple[int, ...]
     scheduling_policy: str = "fcfs"
+    takes_priorities: bool = False
 
 
 @dataclass(frozen=True)
@@ -318,9 +317,9 @@ def _token_limits(stopping: pb.StoppingParams, bounds: Bounds) -> tuple[int, int
 
 
 def _check_priority(priority: int, bounds: Bounds) -> None:
-    if priority and bounds.scheduling_policy != PRIORITY_POLICY:
+    if priority and not bounds.takes_priorities:
         message = (
-            f"{priority} needs the scheduling policy {PRIORITY_POLICY!r}, this service has "
+            f"{priority} needs a scheduling policy that takes priorities, this service has "
             f"{bounds.scheduling_policy!r}: only 0 is taken"
         )
         raise InvalidArgument(message, field_path="input.priority")

@@ -25,7 +25,7 @@ def refusal(
         return RequestFailed(message.handle, FailureCode.INVALID, reason)
     if (reason := _queue_error(message, limits, config, requests)) is not None:
         return RequestFailed(message.handle, FailureCode.QUEUE_FULL, reason, RETRY_AFTER_S)
-    return None
+    return _caller_error(message, config, requests)
 
 
 def length_error(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> str | None:
@@ -75,8 +75,8 @@ def _range_error(name: str, column: bytes, end: int) -> str | None:
 def _policy_error(message: SubmitRequest, limits: Limits) -> str | None:
     if message.priority and not POLICIES[limits.scheduling_policy].uses_priorities:
         return (
-            f"priority {message.priority}: only 0 is possible under the scheduling policy {limits.scheduling_policy}, "
-            "priorities need the policy priority"
+            f"priority {message.priority}: only 0 is possible, the scheduling policy {limits.scheduling_policy} takes "
+            "no priorities"
         )
     return None
 
@@ -104,14 +104,24 @@ def _queue_error(message: SubmitRequest, limits: Limits, config: SchedulerConfig
     waiting = requests.num_unstarted_tokens
     if waiting and waiting + num_tokens > config.max_waiting_tokens:
         return f"{waiting} tokens wait, {num_tokens} more would exceed the limit of {config.max_waiting_tokens}"
-    return _caller_error(message.caller, num_tokens, config, requests)
+    return None
 
 
-def _caller_error(caller: str, num_tokens: int, config: SchedulerConfig, requests: RequestTable) -> str | None:
-    limit = config.max_requests_per_caller
-    if limit and requests.num_of_caller(caller) >= limit:
-        return f"this caller has {requests.num_of_caller(caller)} requests, the limit is {limit}"
-    limit, waiting = config.max_waiting_tokens_per_caller, requests.waiting_tokens_of_caller(caller)
-    if limit and waiting and waiting + num_tokens > limit:
-        return f"{waiting} tokens of this caller wait, {num_tokens} more would exceed the limit of {limit}"
+def _caller_error(message: SubmitRequest, config: SchedulerConfig, requests: RequestTable) -> RequestFailed | None:
+    if message.output_ids:
+        return None  # it was admitted before
+    limit, held = config.max_requests_per_caller, requests.num_of_caller(message.caller)
+    if limit and held >= limit:
+        reason = f"this caller has {held} requests, the limit is {limit} (--max-requests-per-caller)"
+        having = (("max_requests_per_caller", limit), ("requests", held))
+        return RequestFailed(message.handle, FailureCode.CALLER_LIMIT, reason, RETRY_AFTER_S, having)
+    num_tokens = column_length(message.prompt_ids) * message.num_choices
+    limit, held = config.max_waiting_tokens_per_caller, requests.waiting_tokens_of_caller(message.caller)
+    if limit and held and held + num_tokens > limit:
+        reason = (
+            f"{held} tokens of this caller wait, {num_tokens} more would exceed the limit of {limit} "
+            "(--max-waiting-tokens-per-caller)"
+        )
+        waiting = (("max_waiting_tokens_per_caller", limit), ("waiting_tokens", held), ("request_tokens", num_tokens))
+        return RequestFailed(message.handle, FailureCode.CALLER_LIMIT, reason, RETRY_AFTER_S, waiting)
     return None

@@ -46,7 +46,8 @@ class SchedulerConfig:
     max_requests_per_caller: int = 0
     """Requests that one caller may have at once, running or waiting; 0: no limit."""
     max_waiting_tokens_per_caller: int = 0
-    """Prompt tokens, times choices, of one caller's requests that wait; 0: no limit but the queue's."""
+    """Prompt tokens, times choices, of one caller's requests that wait; a single request may exceed it when none of the
+    caller's waits. 0: no limit but the queue's."""
     max_frontends: int = 64
     step_timeout_s: float = 300.0
     """Without a finished step for so long while plans are outstanding, the worker counts as lost."""
@@ -116,6 +117,7 @@ class Limits:
             max_num_seqs=self.max_num_seqs,
             scheduling_policy=self.scheduling_policy,
             prefix_caching=self.prefix_caching,
+            takes_priorities=POLICIES[self.scheduling_policy].uses_priorities,
         )
 
 

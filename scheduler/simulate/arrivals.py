@@ -14,6 +14,9 @@ from msgspec import Meta, Struct
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
+PROCESSES = ("poisson", "gamma", "uniform")
+"""How the gaps between arrivals may be distributed."""
+
 _CHUNK = 16_384
 """Requests that are drawn at once. It is part of what a seed means."""
 
@@ -139,19 +142,20 @@ class Distribution:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        fits = {
-            "requests": self.num_requests >= 1,
-            "rate": self.rate > 0,
-            "arrivals": self.process in ("poisson", "gamma", "uniform"),
-            "burstiness": 0 < self.burstiness < math.inf,
-            "prefix-share": 0 <= self.prefix_share <= 1,
-            "prefix-groups": self.num_prefix_groups >= 1,
-            "prefix-tokens": self.num_prefix_tokens >= 0,
-            "max-tokens": self.max_tokens >= 0,
-        }
-        for name, ok in fits.items():
-            if not ok:
-                raise BadTraffic(f"{name} is out of its range")
+        rules = (
+            ("requests", self.num_requests, self.num_requests >= 1, "at least 1"),
+            ("rate", self.rate, self.rate > 0, "above 0"),
+            ("arrivals", self.process, self.process in PROCESSES, f"one of {', '.join(PROCESSES)}"),
+            ("burstiness", self.burstiness, 0 < self.burstiness < math.inf, "above 0 and finite"),
+            ("prefix-share", self.prefix_share, 0 <= self.prefix_share <= 1, "from 0 to 1"),
+            ("prefix-groups", self.num_prefix_groups, self.num_prefix_groups >= 1, "at least 1"),
+            ("prefix-tokens", self.num_prefix_tokens, self.num_prefix_tokens >= 0, "at least 0"),
+            ("max-tokens", self.max_tokens, self.max_tokens >= 0, "at least 0"),
+            ("seed", self.seed, self.seed >= 0, "at least 0"),
+        )
+        for name, value, is_kept, limit in rules:
+            if not is_kept:
+                raise BadTraffic(f"{name} is {value}: it must be {limit}")
 
     def arrivals(self) -> Iterator[Arrival]:
         """Draw the requests, the same ones each time, in the order in which they come."""
@@ -222,10 +226,11 @@ def read_trace(path: Path) -> Iterator[Arrival]:
     """Read requests from a file of JSON lines, in the order of `arrival_s`; docs/scheduling.md lists the fields.
 
     Raises:
-        BadTraffic: the file or a line of it cannot be read, or a request comes before the one in the line above.
+        BadTraffic: the file or a line of it cannot be read, a request comes before the one in the line above, or there
+            is no request.
     """
     decoder = msgspec.json.Decoder(_Line)
-    latest = 0.0
+    latest, is_empty = 0.0, True
     try:
         with path.open("rb") as file:
             for number, text in enumerate(file, start=1):
@@ -234,10 +239,12 @@ def read_trace(path: Path) -> Iterator[Arrival]:
                 arrival = _from_line(decoder, text, f"{path}:{number}")
                 if arrival.at_s < latest:
                     raise BadTraffic(f"{path}:{number}: arrival_s {arrival.at_s} is before {latest}: sort the lines")
-                latest = arrival.at_s
+                latest, is_empty = arrival.at_s, False
                 yield arrival
     except OSError as error:
         raise BadTraffic(f"{path}: {error.strerror or error}") from error
+    if is_empty:
+        raise BadTraffic(f"{path}: there is no request in it")
 
 
 def _from_line(decoder: "msgspec.json.Decoder[_Line]", text: bytes, place: str) -> Arrival:

@@ -32,7 +32,7 @@ from octavo.wire.ids import SessionId
 from octavo.wire.plan import StepPlan, StepResult
 from octavo.wire.requests import FailureCode, RequestFailed, StepOutput, SubmitRequest
 
-RequestName = tuple[int, int]
+RequestName = tuple[SessionId, int]
 """Session of the frontend, handle."""
 
 
@@ -55,6 +55,7 @@ class _RowUse:
     root: bytes
     own: dict[int, int] = field(default_factory=dict)
     """Blocks that it was given to write, with the plan that gave them."""
+    table: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -73,8 +74,8 @@ class _Epoch:
     block_root: dict[int, bytes] = field(default_factory=dict)
     block_step: dict[int, int] = field(default_factory=dict)
     """Plan that gave a block out to be written."""
-    broken: set[int] = field(default_factory=set)
-    """Blocks that rows with broken values wrote, until they are given out anew."""
+    broken: dict[int, RequestName] = field(default_factory=dict)
+    """Blocks that rows with broken values wrote, and whose rows these were, until they are given out anew."""
     outstanding: dict[int, dict[int, _RowUse]] = field(default_factory=dict)
     """Rows of the plans whose results are not back."""
 
@@ -108,6 +109,11 @@ class Auditor:
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._live)
+
+    @property
+    def frontends(self) -> set[SessionId]:
+        """Sessions of the frontends that have requests."""
+        return {name[0] for name in self._live}
 
     def follow(self, events: list[Event], instructions: list[Instruction], now: float) -> None:
         """Check one call of the core.
@@ -172,7 +178,10 @@ class Auditor:
         for row in unpack_ints(result.fault_row):
             self.stats["faults"] += 1
             epoch.num_faults += 1
-            epoch.broken |= {block for block, step in rows[row].own.items() if epoch.block_step[block] == step}
+            use = rows[row]
+            for block, step in use.own.items():
+                if epoch.block_step[block] == step:
+                    epoch.broken[block] = use.request
 
     def _end_request(self, name: RequestName) -> None:
         if (live := self._live.pop(name, None)) is not None:
@@ -238,6 +247,7 @@ class Auditor:
             raise Violation(f"{epoch.num_sent - epoch.num_completed} plans are outstanding")
         self._follow_rows(plan, epoch)
         self._follow_blocks(plan, epoch)
+        self._follow_forks(plan, epoch)
         rows, counts = unpack_ints(plan.row), unpack_ints(plan.num_tokens)
         if sum(counts) > epoch.limits.max_num_batched_tokens or max(counts) > epoch.limits.max_chunk_tokens:
             raise Violation(f"plan {plan.step} computes {list(counts)} tokens, limits {epoch.limits}")
@@ -255,7 +265,7 @@ class Auditor:
                 raise Violation(f"plan {plan.step} frees row {row}, which nobody has")
         for new in plan.new_rows:
             frontend, _, handle = new.request.partition("-")
-            name = (int(frontend, 16), int(handle))
+            name = (SessionId(int(frontend, 16)), int(handle))
             if (live := self._live.get(name)) is None:
                 raise Violation(f"plan {plan.step} begins {new.request}, which has ended")
             if not live.is_started:
@@ -266,11 +276,15 @@ class Auditor:
             if epoch.entries[name, new.choice] > 1 + self._config.max_preemptions + epoch.num_faults:
                 raise Violation(f"{new.request}/{new.choice} enters for the {epoch.entries[name, new.choice]}th time")
             self.stats["readmissions"] += epoch.entries[name, new.choice] > 1
+
+    def _follow_forks(self, plan: StepPlan, epoch: _Epoch) -> None:
+        if not plan.fork_src:
+            return
         for source, target, choice in zip(
             *map(unpack_ints, (plan.fork_src, plan.fork_dst, plan.fork_choice)), strict=True
         ):
             use = epoch.rows[source]
-            self._take_row(plan, epoch, target, _RowUse(use.request, choice, use.root))
+            self._take_row(plan, epoch, target, _RowUse(use.request, choice, use.root, table=set(use.table)))
             self._check_alive(plan, epoch, target)
             self.stats["forks"] += 1
 
@@ -292,17 +306,26 @@ class Auditor:
         live = self._live.get(use.request)
         if live is None or use.choice not in live.choices:
             raise Violation(f"plan {plan.step} names {use.request}, choice {use.choice}, which has ended")
+        if not epoch.broken or use.table.isdisjoint(epoch.broken):
+            return
+        for block in use.table:
+            if epoch.broken.get(block, use.request) != use.request:
+                raise Violation(f"plan {plan.step}: {use.request} goes on from block {block}, whose values are broken")
 
     def _follow_blocks(self, plan: StepPlan, epoch: _Epoch) -> None:
         num_found = {new.row: new.num_computed_tokens // epoch.limits.block_size for new in plan.new_rows}
         found: list[tuple[int, int]] = []
+        if not plan.append_row and not plan.copy_row:
+            return
         for row, block in zip(unpack_ints(plan.append_row), unpack_ints(plan.append_block), strict=True):
             if num_found.get(row, 0):
                 num_found[row] -= 1
                 found.append((row, block))
+                epoch.rows[row].table.add(block)
             else:
                 self._give_block(plan, epoch, row, block)
-        for row, block in zip(unpack_ints(plan.copy_row), unpack_ints(plan.copy_dst), strict=True):
+        for row, source, block in zip(*map(unpack_ints, (plan.copy_row, plan.copy_src, plan.copy_dst)), strict=True):
+            epoch.rows[row].table.discard(source)
             self._give_block(plan, epoch, row, block)
             self.stats["copies"] += 1
         for row, block in found:
@@ -311,8 +334,9 @@ class Auditor:
     def _give_block(self, plan: StepPlan, epoch: _Epoch, row: int, block: int) -> None:
         use = epoch.rows[row]
         use.own[block] = epoch.block_step[block] = plan.step
+        use.table.add(block)
         epoch.block_root[block] = use.root
-        epoch.broken.discard(block)
+        epoch.broken.pop(block, None)
 
     def _check_found(self, plan: StepPlan, epoch: _Epoch, row: int, block: int) -> None:
         self.stats["blocks found"] += 1

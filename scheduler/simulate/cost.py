@@ -85,7 +85,9 @@ def read_cost(path: Path) -> StepCost:
     """
     try:
         found = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+    except OSError as error:
+        raise BadCost(f"{path}: {error.strerror or error}") from error
+    except msgspec.DecodeError as error:
         raise BadCost(f"{path}: {error}") from error
     if not isinstance(found, dict):
         raise BadCost(f"{path}: expected a JSON object")

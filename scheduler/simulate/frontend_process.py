@@ -126,7 +126,11 @@ class SimFrontend(Process):
         self.world.stats["jobs"] += 1
         if self.peer.session_id and self.facts is not None:
             self._send(job.to_request(self.facts, self.world.now))
-        if job.cancel_at == 0:
+        for index, choice in enumerate(job.choices):
+            if choice.stop_at == 0:
+                self._send(FinishChoice(job.handle, index, 0))
+                self._finish(job, choice)
+        if job.outcome is None and job.cancel_at == 0:
             self._cancel(job)
         elif job.cancel_after_s is not None:
             self.wake_at(self.world.now + job.cancel_after_s)
@@ -299,7 +303,9 @@ class SimFrontend(Process):
             raise Violation(f"job {job.handle}: choice {index} got id {position} from broken values")
 
     def _on_logprobs(self, logprobs: ChoiceLogprobs) -> None:
-        if (job := self.jobs.get(logprobs.handle)) is None or (choice := job.choices[logprobs.choice]).stop_at:
+        if (job := self.jobs.get(logprobs.handle)) is None or (
+            choice := job.choices[logprobs.choice]
+        ).stop_at is not None:
             return
         top = unpack_ints(logprobs.top_ids)
         position = logprobs.position

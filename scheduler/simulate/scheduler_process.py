@@ -49,6 +49,9 @@ class SimScheduler(Process):
         service = self.service
         service.turn(now)
         service.core.check()
+        for session in service.auditor.frontends:
+            if service.sessions.peers.by_session(session) is None:
+                raise Violation(f"requests of session {session:x}, which is over, live on")
         if service.num_failed_checks:
             raise Violation("the idle check failed")
         if len(self.link):

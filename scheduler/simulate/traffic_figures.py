@@ -25,6 +25,8 @@ class TrafficFigures:
         self.num_requests = 0
         self.num_output_tokens = 0
         self.refused: Counter[str] = Counter()
+        self.first_refusals: dict[str, str] = {}
+        """The message of the first refusal, by reason."""
         self.end_s = 0.0
         self._begin_s: float | None = None
         self._ttft, self._tpot, self._e2e, self._queue = array("d"), array("d"), array("d"), array("d")
@@ -56,10 +58,12 @@ class TrafficFigures:
         self._callers.append(live.caller)
         self._priorities.append(live.arrival.priority)
 
-    def on_refused(self, live: Live, code: FailureCode) -> None:
+    def on_refused(self, live: Live, code: FailureCode, message: str) -> None:
         """Take note that a request is not taken in."""
         self.fairness.change_waiting(live.caller, -1)
-        self.refused[code.name.lower()] += 1
+        reason = code.name.lower()
+        self.refused[reason] += 1
+        self.first_refusals.setdefault(reason, message)
 
     def on_finished(self, live: Live, num_tokens: int, prefill_s: float, decode_s: float, choice: int) -> None:
         """Take note of the end of a choice."""
@@ -97,6 +101,7 @@ class TrafficFigures:
             "requests": self.num_requests,
             "finished": len(self._e2e),
             "refused": dict(self.refused),
+            "first_refusals": dict(self.first_refusals),
             "virtual_s": round(elapsed, 3),
             "ttft_ms": spread(self._ttft, 1e3),
             "tpot_ms": spread(self._tpot, 1e3),

@@ -7,12 +7,14 @@ from typing import Any
 
 from octavo.scheduler.config import resolve_limits
 from octavo.scheduler.core import Scheduler
+from octavo.scheduler.errors import InvariantViolation
 from octavo.scheduler.events import Event, RequestSubmitted, StepCompleted, WorkerReady
 from octavo.scheduler.figures import Figures
 from octavo.scheduler.instructions import EmitOutput, SendPlan
 from octavo.scheduler.simulate.arrivals import Arrival
 from octavo.scheduler.simulate.model import FakeModel, Rule, hash_rule
 from octavo.scheduler.simulate.traffic_figures import TrafficFigures
+from octavo.scheduler.simulate.traffic_policy import WatchedPolicy
 from octavo.scheduler.simulate.traffic_prompts import STOP_ID, Prompts
 from octavo.scheduler.simulate.traffic_setup import Setup, load_policy
 from octavo.scheduler.simulate.traffic_worker import FastWorker, Live
@@ -47,7 +49,7 @@ class Simulation:
         policy = load_policy(setup.policy)
         config = setup.config(policy)
         resolve_limits(config, setup.facts)
-        self.core = Scheduler(config, policy)
+        self.core = Scheduler(config, WatchedPolicy(policy))
         self._setup = setup
         self._uses_priorities = policy.uses_priorities
         self._observer = observer
@@ -64,7 +66,9 @@ class Simulation:
 
         Raises:
             BadTraffic: the arrivals cannot be read.
+            BadPolicy: the policy answers what no policy may.
             Stuck: the core has stopped although requests are left.
+            InvariantViolation: with `check`, the core is not as it must be.
         """
         began = time.perf_counter()
         self._tell((WorkerReady(EPOCH, self._setup.facts),), 0.0)
@@ -110,12 +114,18 @@ class Simulation:
                 case _:
                     raise Stuck(f"the core gave up a peer: {instruction}")
         if self._setup.check:
-            self.core.check()
+            self._check()
         if is_planned:
             figures = self.core.figures
             self.figures.on_blocks(self._worker, figures)
             if self._observer is not None:
                 self._observer(self._worker, figures)
+
+    def _check(self) -> None:
+        try:
+            self.core.check()
+        except InvariantViolation as error:
+            raise InvariantViolation(f"under the policy {self._setup.policy}: {error}") from error
 
     def _execute(self, plan: StepPlan, now: float) -> None:
         fairness = self.figures.fairness
@@ -141,7 +151,7 @@ class Simulation:
             if live.num_left == 0:
                 self.figures.on_ended(now, self._live.pop(finished.handle))
         for failed in output.failed:
-            self.figures.on_refused(self._live.pop(failed.handle), failed.code)
+            self.figures.on_refused(self._live.pop(failed.handle), failed.code, failed.message)
 
     def _checked_rule(self) -> Rule:
         """Return a rule for the model that draws each choice's stop id in its place."""
@@ -168,7 +178,8 @@ def simulate(arrivals: Iterable[Arrival], setup: Setup, observer: Observer | Non
         What docs/scheduling.md lists under "the figures".
 
     Raises:
-        BadPolicy, ConfigConflict: the setup cannot be.
+        BadPolicy: there is no such policy, or it answers what no policy may.
+        ConfigConflict: the setup cannot be.
         BadTraffic: the arrivals cannot be read.
         Stuck: the core has stopped although requests are left; a bug of the core or of the policy.
     """

@@ -45,7 +45,14 @@ class Setup:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
-                raise ConfigConflict(f"{name} is {getattr(self, name)}: it must be at least {least}")
+                raise ConfigConflict(
+                    f"{name} is {getattr(self, name)}: it must be at least {least}{_WHY.get(name, '')}"
+                )
+        if (self.num_blocks - 1) * self.block_size < 2:
+            raise ConfigConflict(
+                f"num_blocks is {self.num_blocks} and block_size {self.block_size}: without the null block the pool "
+                "holds 1 token, and must hold 2"
+            )
 
     @property
     def facts(self) -> WorkerFacts:
@@ -85,7 +92,15 @@ class Setup:
         )
 
 
-_LEAST = {"num_blocks": 1, "block_size": 1, "vocab_size": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1}
+_LEAST = {
+    "num_blocks": 2,
+    "block_size": 1,
+    "vocab_size": 2,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_model_len": 2,
+}
+_WHY = {"num_blocks": ", since one is the null block, which holds no tokens"}
 
 
 def load_policy(name: str) -> Policy:
@@ -105,4 +120,7 @@ def load_policy(name: str) -> Policy:
         raise BadPolicy(f"policy {name!r}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise BadPolicy(f"policy {name!r}: it is no subclass of octavo.scheduler.policy.Policy")
-    return found()
+    try:
+        return found()
+    except TypeError as error:
+        raise BadPolicy(f"policy {name!r}: it must be made without arguments: {error}") from error

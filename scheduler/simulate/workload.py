@@ -58,7 +58,7 @@ class Choice:
     ids: "array[int]" = field(default_factory=lambda: array("i"))
     num_logprobs: int = 0
     stop_at: int | None = None
-    """Tokens at which the frontend finds a stop string."""
+    """Tokens at which the frontend finds a stop string; 0: it ends the choice at once."""
     is_finished: bool = False
 
 
@@ -187,6 +187,8 @@ class Workload:
             if random.random() < traffic.stops:
                 choice.stop_at = random.randint(max(1, min_tokens), max_tokens)
             job.choices.append(choice)
+        if num_choices > 1 and random.random() < traffic.stops / 2:
+            random.choice(job.choices).stop_at = 0
         return job
 
     def _draw_prompt(self, facts: ServiceFacts) -> list[int]:

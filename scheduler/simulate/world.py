@@ -77,6 +77,7 @@ class Process:
         self.is_alive = True
         self._wake_at = math.inf
         self._paused_until = 0.0
+        self._alarms: list[float] = []  # arranged happenings that look whether it is time, the soonest last
 
     def turn(self) -> None:
         """Do what is to be done now."""
@@ -91,7 +92,7 @@ class Process:
         when = max(when, self._paused_until, self.world.now)
         if when < self._wake_at and self.is_alive:
             self._wake_at = when
-            self.world.at(when, self._on_wake)
+            self._set_alarm(when)
 
     def pause(self, until: float) -> None:
         """Give it no processor until a time; the present in order to let it go on."""
@@ -103,7 +104,17 @@ class Process:
         """End without a word (SIGKILL)."""
         self.is_alive = False
 
-    def _on_wake(self) -> None:
-        if self.world.now == self._wake_at and self.is_alive:
-            self._wake_at = math.inf
-            self.turn()
+    def _set_alarm(self, when: float) -> None:
+        if not self._alarms or when < self._alarms[-1]:
+            self._alarms.append(when)
+            self.world.at(when, self._on_alarm)
+
+    def _on_alarm(self) -> None:
+        self._alarms.pop()
+        if not self.is_alive or self._wake_at == math.inf:
+            return
+        if self.world.now < self._wake_at:
+            self._set_alarm(self._wake_at)
+            return
+        self._wake_at = math.inf
+        self.turn()

@@ -87,6 +87,14 @@ class PrefixMachine(RuleBasedStateMachine):
             self.found.setdefault(self.prefix(s, index), (table[index], s.number))
             self.num_done[s] = index + 1  # once: what is withdrawn later stays so
 
+    def chained_on(self, prefixes: list[Prefix]) -> set[Prefix]:
+        """Return of some prefixes and all that extends one of them, block by block, those that can be found."""
+        reached = set(prefixes)
+        for prefix in sorted(self.found, key=lambda prefix: len(prefix[1])):
+            if (prefix[0], prefix[1][: -self.size]) in reached:
+                reached.add(prefix)
+        return reached & set(self.found)
+
     # What happens
 
     @rule(
@@ -134,15 +142,17 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running or self.ended)
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
-        """A sequence faults: what shares its first block is found no more; who holds what it computed is suspect."""
+        """A sequence faults: what it found or computed is found no more; who holds what it computed is suspect."""
         s = data.draw(st.sampled_from([*self.running, *self.ended]))
         s.publishes = False
         prefixes = [self.prefix(s, index) for index in range(len(s.keys))]
-        own = next((p for p in prefixes if p in self.found and self.found[p][1] == s.number), None)
-        suspect = self.cache.withdraw(s)
-        assert suspect == ({block for p, (block, _) in self.found.items() if extends(p, own)} if own else set())
-        if prefixes:
-            self.found = {p: entry for p, entry in self.found.items() if not extends(p, prefixes[0])}
+        own = next(
+            (n for n, p in enumerate(prefixes) if p in self.found and self.found[p][1] == s.number), len(prefixes)
+        )
+        expected = {self.found[p][0] for p in self.chained_on(prefixes[own:])}
+        assert self.cache.withdraw(s) == expected
+        for prefix in self.chained_on(prefixes):
+            del self.found[prefix]
 
     @rule()
     def clear(self) -> None:
@@ -161,10 +171,6 @@ class PrefixMachine(RuleBasedStateMachine):
         assert order == sorted(order), "what cannot be found is taken first"
         self.tables.check({s.number: s.num_planned for s in self.running})
         self.cache.check(self.running)
-
-
-def extends(longer: Prefix, shorter: Prefix) -> bool:
-    return longer[0] == shorter[0] and longer[1][: len(shorter[1])] == shorter[1]
 
 
 TestPrefix = PrefixMachine.TestCase

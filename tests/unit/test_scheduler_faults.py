@@ -265,3 +265,13 @@ def test_sharers_of_a_sick_row_get_their_own_output_whenever_they_come(index: in
         driver.drain()
         assert_broken(driver, broken)
         assert_solo(driver, *sharers)
+
+
+def test_forked_choices_that_computed_nothing_of_the_broken_blocks_are_tried_again() -> None:
+    """The first one published nothing, so that its fault says nothing of the others: each one has its own."""
+    driver = with_broken_cache(sick_from(1))
+    client = driver.submit(range(14), 6, num_choices=3)
+    driver.drain()
+    assert driver.num_cached(client) == 12
+    assert sorted(entry.choice for entry in entries_of(driver, client)) == [0, 0, 1, 2]
+    assert_solo(driver, client)

@@ -291,3 +291,45 @@ def test_stopped_choices_get_nothing_more_and_the_others_their_own(index: int) -
     driver.drain()
     for choice in set(range(4)) - {index % 4}:
         assert driver.tokens(client, choice) == client.expected[choice]
+
+
+def test_a_first_choice_that_came_back_protected_does_not_fork() -> None:
+    """What is reserved for it are blocks for its own tokens, not for copies."""
+    driver = forking(num_blocks=9, budget=6, max_num_seqs=6, policy="priority", max_preemptions=1)
+    client = driver.submit(range(22), 6, num_choices=3, priority=1)
+    driver.submit([9] * 20, 4)
+    driver.drain()
+    assert [entry.choice for entry in entries_of(driver, client)[:2]] == [0, 0]
+    assert all(not plan.fork_src for plan in driver.plans)
+    assert outputs(driver, client) == client.expected
+
+
+def test_a_choice_that_gives_way_in_the_plan_that_would_copy_its_block_is_not_copied() -> None:
+    driver = forking(num_blocks=6)  # 5 to use
+    choices, longer = driver.prepare(range(6), 4, num_choices=2), driver.prepare([9] * 8, 4)
+    driver.submit_all(choices, longer)
+    assert forks_of(driver.plans[0]) == [(0, 1, 1)]
+    second = driver.plans[1]
+    assert driver.core.figures.num_preemptions == 2, "its copy took the block that the longer one needs"
+    assert (len(rows_of(second)), copies_of(second)) == (1, [])
+    driver.drain()
+    assert outputs(driver, choices) == choices.expected
+    assert driver.tokens(longer) == longer.expected[0]
+
+
+def test_choices_stay_held_when_the_first_one_gives_way_in_the_plan_that_would_draw() -> None:
+    facts = make_facts(num_blocks=14, block_size=4, max_model_len=52)  # 13 blocks to use
+    driver = CoreDriver(facts, make_config(long_prefill_token_threshold=4, pipeline_depth=1))
+    driver.worker_ready()
+    driver.submit(range(39), 1)
+    driver.drain()
+    choices = driver.prepare([9] * 12, 4, num_choices=3)  # three plans
+    longer = driver.prepare(range(39), 8)  # finds 9 blocks; its third plan needs one more
+    driver.submit_all(choices, longer)
+    driver.step_until(lambda: driver.core.figures.num_preemptions)
+    assert driver.core.figures.num_waiting == 1, "the others are not let go to compute the prompt each by itself"
+    driver.drain()
+    assert [entry.choice for entry in entries_of(driver, choices)][:2] == [0, 0]
+    assert sum(len(forks_of(plan)) for plan in driver.plans) > 0
+    assert outputs(driver, choices) == choices.expected
+    assert driver.tokens(longer) == longer.expected[0]

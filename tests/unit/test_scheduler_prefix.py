@@ -341,6 +341,17 @@ def test_running_requests_go_on_after_a_reset_and_publish_nothing_more() -> None
     assert driver.num_cached(served(driver, range(22))) == 0
 
 
+def test_choices_forked_after_a_reset_publish_nothing_either() -> None:
+    driver = caching(budget=10)
+    client = driver.submit(range(26), 12, num_choices=3)
+    assert all(not plan.fork_dst for plan in driver.plans), "the third plan will reach the end of the prompt"
+    driver.reset_cache()
+    driver.drain()
+    assert sum(len(plan.fork_dst) for plan in driver.plans) == 2 * 4
+    assert [driver.tokens(client, n) for n in range(3)] == client.expected
+    assert driver.core.figures.num_cached_blocks == 0
+
+
 def test_sharers_of_a_block_keep_it_over_a_reset() -> None:
     driver = caching()
     first, sharer = driver.submit(range(16), 12), driver.submit(range(16), 12)

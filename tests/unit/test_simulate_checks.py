@@ -185,6 +185,16 @@ def test_nobody_finds_what_a_faulting_row_wrote_until_it_is_given_out_anew() -> 
                 account.tell(account.submit(2), then=(plan,))
 
 
+def test_nobody_goes_on_from_what_a_faulting_row_of_another_request_wrote() -> None:
+    account = Account(pipeline_depth=3)
+    first = account.plan([0], enter(0, 1), counts=[8], append_row=[0, 0], append_block=[1, 2])
+    account.tell(account.submit(1), then=(first,))
+    hit = account.plan([1], enter(1, 2, num_computed=4), append_row=[1, 1], append_block=[1, 3])
+    account.tell(account.submit(2), then=(hit,))
+    with pytest.raises(Violation, match="goes on from block 1"):
+        account.tell(account.result(1, faults=(0,)), then=(account.plan([1], freed_rows=[0]), failed(1)))
+
+
 def test_nobody_overtakes_under_fcfs() -> None:
     account = Account()
     plan = account.plan([0], enter(0, 2))

@@ -62,7 +62,7 @@ def test_jobs_fit_the_service_unless_they_are_wrong(seed: int) -> None:
     for job in make_jobs(seed):
         assert len(job.prompt) + job.max_tokens <= FACTS.max_model_len
         assert job.is_wrong == any(not 0 <= token < VOCAB_SIZE for token in job.prompt)
-        assert all(choice.stop_at is None or 0 < choice.stop_at <= job.max_tokens for choice in job.choices)
+        assert all(choice.stop_at is None or choice.stop_at <= job.max_tokens for choice in job.choices)
         request = job.to_request(FACTS, job.submitted_at)
         assert decode_from_peer(encode(request, 1, 1))[1] == request
         assert len(request.prefix_keys) == (len(job.prompt) // 4 * KEY_BYTES if job.root else 0)

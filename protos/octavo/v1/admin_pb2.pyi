@@ -101,7 +101,9 @@ class ProcessStatus(_message.Message):
     boot_id: _builtins.str
     """Identity of this life of the process."""
     epoch: _builtins.int
-    """Identity of its session with the scheduler, 0 for the scheduler itself."""
+    """Identity of its session with the scheduler; of the scheduler itself: of the worker's session. 0 while there is none.
+    Logs and `octavo status` write it in hexadecimal.
+    """
     state: _builtins.str
     """connecting, loading, ready, draining or lost."""
     def __init__(
@@ -140,6 +142,9 @@ class SchedulerStatus(_message.Message):
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     FAILED_CHECKS_FIELD_NUMBER: _builtins.int
     WAITING_REASON_FIELD_NUMBER: _builtins.int
+    SCHEDULING_POLICY_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHING_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     """Requests that have rows."""
     waiting_requests: _builtins.int
@@ -166,6 +171,12 @@ class SchedulerStatus(_message.Message):
     """Times that the scheduler's state, checked while it was idle, contradicted itself; anything but 0 is a bug."""
     waiting_reason: _builtins.str
     """What the request that is next in the queue waits for; empty if none waits."""
+    scheduling_policy: _builtins.str
+    """Who runs first."""
+    prefix_caching: _builtins.bool
+    """Whether prefixes are cached."""
+    max_num_seqs: _builtins.int
+    """Most sequences that run at once."""
     def __init__(
         self,
         *,
@@ -182,10 +193,13 @@ class SchedulerStatus(_message.Message):
         recomputed_tokens: _builtins.int = ...,
         failed_checks: _builtins.int = ...,
         waiting_reason: _builtins.str = ...,
+        scheduling_policy: _builtins.str = ...,
+        prefix_caching: _builtins.bool = ...,
+        max_num_seqs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "failed_checks", b"failed_checks", "free_blocks", b"free_blocks", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "running_requests", b"running_requests", "steps", b"steps", "total_blocks", b"total_blocks", "waiting_reason", b"waiting_reason", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "failed_checks", b"failed_checks", "free_blocks", b"free_blocks", "max_num_seqs", b"max_num_seqs", "preemptions", b"preemptions", "prefix_caching", b"prefix_caching", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "running_requests", b"running_requests", "scheduling_policy", b"scheduling_policy", "steps", b"steps", "total_blocks", b"total_blocks", "waiting_reason", b"waiting_reason", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -124,7 +124,9 @@ class GenerationInput(_message.Message):
     text: _builtins.str
     """Plain text, tokenised as it is; special tokens in it are text of the user and stay so."""
     priority: _builtins.int
-    """Lower runs earlier. Anything but 0 needs the scheduling policy `priority`; under another it is INVALID_ARGUMENT."""
+    """Lower runs earlier. Anything but 0 needs a scheduling policy that takes priorities, as `priority`;
+    under another it is INVALID_ARGUMENT.
+    """
     cache_salt: _builtins.str
     """Keeps the prefix cache apart: only requests with the same salt share cached prefixes, and so can learn from their
     latency that another one was asked. At most 256 bytes. Empty: shared with all requests that have no salt.

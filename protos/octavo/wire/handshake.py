@@ -37,8 +37,9 @@ class ServiceFacts(msgspec.Struct, frozen=True, array_like=True):
     max_model_len: Annotated[int, Meta(ge=1)]
     block_size: Annotated[int, Meta(ge=1)]
     max_num_seqs: Annotated[int, Meta(ge=1)]
-    scheduling_policy: str = "fcfs"  # priorities are refused unless it is `priority`
+    scheduling_policy: str = "fcfs"
     prefix_caching: bool = False  # whether requests should bring their prefix keys
+    takes_priorities: bool = False  # whether the policy uses priorities; without, anything but 0 is refused
 
 
 class FrontendHello(msgspec.Struct, frozen=True, array_like=True, tag="frontend-hello"):

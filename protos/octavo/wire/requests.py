@@ -33,13 +33,15 @@ class FailureCode(IntEnum):
     INVALID = 1
     """The request can never run here (lengths, ids): change it."""
     QUEUE_FULL = 2
-    """The waiting queue is full, or the caller's part of it: come back later."""
+    """The waiting queue is full: come back later."""
     UNAVAILABLE = 3
     """No worker, or draining: come back later."""
     DEADLINE = 4
     """The caller's deadline has passed."""
     INTERNAL = 5
     """This request failed inside (non-finite logits)."""
+    CALLER_LIMIT = 6
+    """The caller has as much here as one caller may have: come back when less of it is running or waiting."""
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
@@ -56,7 +58,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     deadline_s: float | None = None  # time that is left
     caller: str = ""  # whom the request counts against in limits and fairness
     trace: str = ""  # traceparent, for logs
-    priority: Int32 = 0  # lower runs earlier; only 0 unless the policy is `priority`
+    priority: Int32 = 0  # lower runs earlier; only 0 unless the service takes priorities
     prefix_root: bytes = b""  # root_key() of the prefix cache; empty: nothing of the request is shared or found
     prefix_keys: bytes = b""  # prompt_keys(): one for each full block of the prompt
 
@@ -177,7 +179,8 @@ class RequestFailed(msgspec.Struct, frozen=True, array_like=True):
     handle: Int31
     code: FailureCode
     message: str
-    retry_after_s: float = 0.0  # with QUEUE_FULL and UNAVAILABLE
+    retry_after_s: float = 0.0  # with QUEUE_FULL, CALLER_LIMIT and UNAVAILABLE
+    figures: tuple[tuple[str, NonNegative], ...] = ()  # with CALLER_LIMIT: the limit's name and value, and what is held
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
