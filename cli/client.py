@@ -191,7 +191,8 @@ def _how_to_start(address: str) -> str:
     host, _, port = address.rpartition(":")
     if host.strip("[]") not in ("127.0.0.1", "localhost", "::1") or not port.isdecimal():
         return ""
-    flags = "" if port == DEFAULT_ADDRESS.rpartition(":")[2] else f" --grpc-port {port}"
+    flags = " --host ::1" if host.strip("[]") == "::1" else ""
+    flags += "" if port == DEFAULT_ADDRESS.rpartition(":")[2] else f" --grpc-port {port}"
     return f"; 'octavo serve demo{flags}' starts one here"
 
 

@@ -63,7 +63,7 @@ def serve(
     log_level: options.LogLevel = "info",
     config: options.ConfigFile = None,
 ) -> None:
-    """Serve a model: starts frontend, scheduler and worker, and keeps them alive."""
+    """Serve a model: frontend, scheduler, worker, kept alive."""
     started = time.monotonic()
     logs.configure("serve", log_level)
     found = resolve(model)

@@ -21,7 +21,7 @@ def status(
         bool, typer.Option("--json", help="Print GetStatusResponse as JSON, epochs in decimal.")
     ] = False,
 ) -> None:
-    """Show each process with role, pid, epoch and state; queues; blocks. Exit status 1 if the service is not ready."""
+    """Show processes, queues and blocks. Exit status 1 if the service is not ready."""
     with grpc.insecure_channel(address) as channel:
         try:
             answer = admin_pb2_grpc.AdminServiceStub(channel).GetStatus(

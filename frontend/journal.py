@@ -32,6 +32,7 @@ class Journal:
         self._keyed_block_size = 0  # of _prefix_keys; 0: there are none yet
         self._caller = caller
         self._trace = trace
+        self._was_sent = False
 
     @property
     def num_completion_tokens(self) -> int:
@@ -60,7 +61,8 @@ class Journal:
         """
         self.hash_prompt(facts)
         call = self.call
-        is_replay = any(self.outputs) or bool(self.finished)
+        # What was sent before has been taken up, even if no id has come of it: it is not to be refused for load now.
+        is_replay, self._was_sent = self._was_sent, True
         return SubmitRequest(
             handle=handle,
             prompt_ids=call.prompt_ids,

@@ -319,7 +319,7 @@ def _token_limits(stopping: pb.StoppingParams, bounds: Bounds) -> tuple[int, int
 def _check_priority(priority: int, bounds: Bounds) -> None:
     if priority and not bounds.takes_priorities:
         message = (
-            f"{priority} needs a scheduling policy that takes priorities, this service has "
+            f"{priority} needs a scheduling policy that takes priorities, as 'priority', this service has "
             f"{bounds.scheduling_policy!r}: only 0 is taken"
         )
         raise InvalidArgument(message, field_path="input.priority")

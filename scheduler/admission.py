@@ -15,17 +15,16 @@ def refusal(
     message: SubmitRequest, limits: Limits, config: SchedulerConfig, requests: RequestTable
 ) -> RequestFailed | None:
     """Return why a request is refused, None if it is taken."""
-    reason = (
-        _length_error(message, limits)
-        or _id_error(message, limits.vocab_size)
-        or _policy_error(message, limits)
-        or _key_error(message, limits)
-    )
-    if reason is not None:
+    # What costs little comes first: a full queue must not be kept busy by what it turns away.
+    if (reason := _length_error(message, limits) or _policy_error(message, limits)) is not None:
         return RequestFailed(message.handle, FailureCode.INVALID, reason)
     if (reason := _queue_error(message, limits, config, requests)) is not None:
         return RequestFailed(message.handle, FailureCode.QUEUE_FULL, reason, RETRY_AFTER_S)
-    return _caller_error(message, config, requests)
+    if (refused := _caller_error(message, config, requests)) is not None:
+        return refused
+    if (reason := _key_error(message, limits) or _id_error(message, limits.vocab_size)) is not None:
+        return RequestFailed(message.handle, FailureCode.INVALID, reason)
+    return None
 
 
 def length_error(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> str | None:
@@ -88,6 +87,9 @@ def _key_error(message: SubmitRequest, limits: Limits) -> str | None:
     if len(message.prefix_keys) != expected * KEY_BYTES:
         found = len(message.prefix_keys) // KEY_BYTES
         return f"prefix keys of {found} blocks, the prompt fills {expected} of {limits.block_size} tokens"
+    keys = message.prefix_keys
+    if len({keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)}) != expected:
+        return f"prefix keys of {expected} blocks name one of them twice"  # as its table then would
     return None
 
 
@@ -104,6 +106,9 @@ def _queue_error(message: SubmitRequest, limits: Limits, config: SchedulerConfig
     waiting = requests.num_unstarted_tokens
     if waiting and waiting + num_tokens > config.max_waiting_tokens:
         return f"{waiting} tokens wait, {num_tokens} more would exceed the limit of {config.max_waiting_tokens}"
+    most = config.max_waiting_requests + limits.max_num_seqs
+    if len(requests) >= most:  # those that lost their blocks to others do not count as unstarted
+        return f"{len(requests)} requests run or wait, the limit is {most}"
     return None
 
 

@@ -103,10 +103,12 @@ class BlockPool:
         free = self.free_blocks()
         if len(free) != self.num_free or len(set(free)) != len(free):
             raise InvariantViolation(f"free list holds {len(free)} blocks, expected {self.num_free} distinct ones")
-        if self._counts != [references.get(BlockId(block), 0) for block in range(self.num_blocks)]:
-            for number, count in enumerate(self._counts):
-                if count != (expected := references.get(BlockId(number), 0)):
-                    raise InvariantViolation(f"block {number} has count {count}, {expected} references")
+        expected = [0] * self.num_blocks
+        for block, count in references.items():
+            expected[block] = count
+        if self._counts != expected:
+            number = next(n for n in range(self.num_blocks) if self._counts[n] != expected[n])
+            raise InvariantViolation(f"block {number} has count {self._counts[number]}, {expected[number]} references")
         in_use = self.num_blocks - self._counts.count(0)
         if any(self._counts[block] for block in free) or self.num_free + in_use != self.num_blocks - 1:
             raise InvariantViolation(f"{self.num_free} free and {in_use} used blocks of {self.num_blocks - 1}")

@@ -37,7 +37,7 @@ from octavo.scheduler.sequence import Request, Sequence, Status
 from octavo.scheduler.state import RequestTable
 from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import WorkerFacts
-from octavo.wire.ids import SessionId
+from octavo.wire.ids import BlockId, SessionId
 from octavo.wire.plan import FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, StepResult
 from octavo.wire.requests import (
     FailureCode,
@@ -137,7 +137,7 @@ class Scheduler:
             events: none, if only time has passed.
             now: monotonic seconds.
         """
-        self._expire(now)
+        self._expire(now, has_result=any(isinstance(event, StepCompleted) for event in events))
         for event in events:
             self._handle(event, now)
         instructions = self._plan(now)
@@ -192,10 +192,11 @@ class Scheduler:
             return None
         return self._lost_at + self._config.recovery_timeout_s
 
-    def _expire(self, now: float) -> None:
+    def _expire(self, now: float, *, has_result: bool) -> None:
         for request in self._deadlines.expired(now):
             self._fail(request, FailureCode.DEADLINE, "the deadline has passed")
-        if self._worker is not None and (due := self._step_timeout_at) is not None and due <= now:
+        # A result that has come is progress, even if this process was kept from seeing it until now.
+        if self._worker is not None and not has_result and (due := self._step_timeout_at) is not None and due <= now:
             self._give_up_worker(f"no step finished for {self._config.step_timeout_s:g} s", now)
         if (due := self._recovery_timeout_at) is not None and due <= now:
             for request in list(self._requests):
@@ -258,9 +259,10 @@ class Scheduler:
         self._requests.add(request)
         self._deadlines.add(request)
         self._policy.on_admitted(request)
+        has_output = any(sequence.output_ids for sequence in request.sequences)
         for sequence in request.sequences:
             # The first choice computes the prompt for all, unless they have gone on from it already.
-            if sequence.choice == 0 or request.is_replay:
+            if sequence.choice == 0 or has_output:
                 self._waiting.add(sequence)
             else:
                 sequence.status = Status.HELD
@@ -299,9 +301,7 @@ class Scheduler:
     def _forget_keys(self) -> None:
         """Let present requests take no part in the prefix cache: their keys are of blocks of another size."""
         for request in self._requests:
-            request.prefix_root = request.prefix_keys = b""
-            for sequence in request.sequences:
-                sequence.keys.clear()
+            request.forget_keys()
 
     def _give_up_worker(self, reason: str, now: float) -> None:
         if self._worker is not None:
@@ -346,9 +346,9 @@ class Scheduler:
         if matched.faults:
             good = [index for index in range(len(sequences)) if index not in matched.faults]
             sequences, residencies = [sequences[i] for i in good], [residencies[i] for i in good]
-        self._fail_wrong_ids(sequences, tokens)
+        self._fail_wrong_ids(record, sequences, residencies, tokens)
         for index, logprobs in matched.logprobs.items():
-            if self._counts(record, index):
+            if _still_counts(record.sequences[index], record.residencies[index], record):
                 self._outputs.emit_logprobs(record.sequences[index], logprobs)
         for s in record.first_draws:
             s.first_token_at = s.first_token_at or now
@@ -369,19 +369,14 @@ class Scheduler:
                 self._outputs.finish(s, reason, now)
                 self._finish(s)
 
-    def _counts(self, record: PlanRecord, index: int) -> bool:
-        """Say whether what a plan draws for one of its sequences still counts."""
-        s = record.sequences[index]
-        return s.residency == record.residencies[index] or (
-            s.status is not Status.FINISHED and record.step > s.void_through
-        )
-
-    def _fail_wrong_ids(self, sequences: Several[Sequence], tokens: Several[int]) -> None:
+    def _fail_wrong_ids(
+        self, record: PlanRecord, sequences: Several[Sequence], residencies: Several[int], tokens: Several[int]
+    ) -> None:
         vocab_size = self._limits.vocab_size if self._limits else 0
         if not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size):
             return
-        for s, token in zip(sequences, tokens, strict=True):
-            if s.status is not Status.FINISHED and not 0 <= token < vocab_size:
+        for s, residency, token in zip(sequences, residencies, tokens, strict=True):
+            if not 0 <= token < vocab_size and _still_counts(s, residency, record):
                 wrong = f"the worker drew id {token}, outside [0, {vocab_size})"
                 self._fail(s.request, FailureCode.INTERNAL, wrong)
 
@@ -389,30 +384,35 @@ class Scheduler:
 
     def _on_faults(self, matched: Matched, worker: _Worker) -> None:
         record = matched.record
+        suspect: set[BlockId] = set()
+        failing: list[tuple[Request, str]] = []
+        again: list[Sequence] = []
         for index, fault in matched.faults.items():
             s = record.sequences[index]
-            counts, is_current = self._counts(record, index), s.residency == record.residencies[index]
             is_broken = fault == FAULT_NONFINITE_LOGITS
-            # The broken blocks may be what it found: then it is given the chance to compute everything itself.
-            is_tried_again = counts and is_broken and s.uses_cache and (s.num_cached > 0 or not is_current)
             if is_broken:
-                self._withdraw_blocks(s, worker)
-            if is_tried_again:
-                s.uses_cache = False
-                self._recompute(s, worker)
-            elif counts:
-                self._fail(s.request, FailureCode.INTERNAL, _FAULTS.get(fault, f"fault {fault}"))
-
-    def _withdraw_blocks(self, faulty: Sequence, worker: _Worker) -> None:
-        """Let nobody find or go on with what a sequence computed whose values are broken."""
-        for sibling in faulty.request.sequences:
-            sibling.publishes = False
-        for holder in worker.planner.holders(worker.planner.cache.withdraw(faulty)):
-            if holder is not faulty:
-                self._recompute(holder, worker)
+                for sibling in s.request.sequences:
+                    sibling.publishes = False
+                suspect |= worker.planner.cache.withdraw(s)
+            if not _still_counts(s, record.residencies[index], record):
+                continue
+            # The broken blocks may be what it found: then it is given the chance to compute everything itself.
+            if is_broken and s.uses_cache and (s.num_cached > 0 or s.residency != record.residencies[index]):
+                again.append(s)
+            else:
+                failing.append((s.request, _FAULTS.get(fault, f"fault {fault}")))
+        for request, reason in failing:
+            self._fail(request, FailureCode.INTERNAL, reason)
+        for s in again:
+            s.uses_cache = False
+            self._recompute(s, worker)
+        for holder in worker.planner.holders(suspect):
+            self._recompute(holder, worker)
 
     def _recompute(self, sequence: Sequence, worker: _Worker) -> None:
         """Drop a sequence's blocks and what is being drawn from them; its confirmed tokens stay."""
+        if sequence.status is Status.FINISHED:  # its request has failed for another choice
+            return
         if sequence.status is Status.RUNNING:
             sequence.publishes = False
             worker.planner.remove(sequence, Status.WAITING, worker.pipeline.num_sent)
@@ -443,6 +443,8 @@ class Scheduler:
         self._forget(request)
 
     def _fail(self, request: Request, code: FailureCode, reason: str, retry_after_s: float = 0.0) -> None:
+        if self._requests.find(request.frontend, request.handle) is not request:
+            return  # it has failed for another choice
         self._end(request)
         self._outputs.fail(request.frontend, RequestFailed(request.handle, code, reason, retry_after_s))
 
@@ -484,3 +486,10 @@ class Scheduler:
             self._num_cached_prompt_tokens += num_cached
             self._requests.mark_started(sequence.request)
             self._outputs.start(sequence.request, num_cached, now)
+
+
+def _still_counts(sequence: Sequence, residency: int, record: PlanRecord) -> bool:
+    """Say whether what a plan draws for a sequence, which had the row of that residency, still counts."""
+    return sequence.residency == residency or (
+        sequence.status is not Status.FINISHED and record.step > sequence.void_through
+    )

@@ -123,17 +123,22 @@ def _match(record: PlanRecord, result: StepResult) -> Matched:
     expected = record.rows
     if result.fault_row:
         rows = unpack_ints(record.rows)
-        by_row = dict(zip(unpack_ints(result.fault_row), unpack_ints(result.fault), strict=True))
-        if not set(by_row) <= set(rows):
-            raise BadResult(f"plan {record.step}: rows {sorted(by_row)} fault, but {list(rows)} sampled")
-        faults = {index: by_row[row] for index, row in enumerate(rows) if row in by_row}
-        expected = pack_ints(row for row in rows if row not in by_row)
+        faulty = dict(zip(unpack_ints(result.fault_row), unpack_ints(result.fault), strict=True))
+        if not set(faulty) <= set(rows):
+            raise BadResult(f"plan {record.step}: rows {sorted(faulty)} fault, but {list(rows)} sampled")
+        faults = {index: faulty[row] for index, row in enumerate(rows) if row in faulty}
+        expected = pack_ints(row for row in rows if row not in faulty)
     if result.row != expected:
         raise BadResult(
             f"plan {record.step}: tokens for rows {list(unpack_ints(result.row))}, expected {list(unpack_ints(expected))}"
         )
     logprobs: dict[int, RowLogprobs] = {}
     if result.logprobs:
-        by_entry = {entry.row: entry for entry in result.logprobs}
-        logprobs = {index: by_entry[row] for index, row in enumerate(unpack_ints(record.rows)) if row in by_entry}
+        by_row = {entry.row: entry for entry in result.logprobs}
+        asked = zip(unpack_ints(record.rows), record.sequences, strict=True)
+        logprobs = {
+            index: by_row[row]
+            for index, (row, s) in enumerate(asked)
+            if row in by_row and s.request.sampling.logprobs >= 0
+        }
     return Matched(record, unpack_ints(result.token), faults, logprobs)

@@ -23,6 +23,9 @@ from octavo.wire.columns import pack_ints
 from octavo.wire.ids import BlockId, Row, SessionId
 from octavo.wire.plan import StepPlan
 
+ROOM_INTERVAL_STEPS = 16
+"""While the same sequences run and all of them together would not make room, it is looked for so rarely."""
+
 
 class BuiltPlan(NamedTuple):
     """A plan to send, the record to match its result with, and the sequences that take rows in it."""
@@ -52,6 +55,7 @@ class Planner:
         self._waiting = waiting
         self._policy = policy
         self._max_preemptions = max_preemptions
+        self._no_room: tuple[int, int] | None = None  # whom no victims would make room for, in which batch
         self._decode: tuple[int, Columns] | None = None  # of the newest plan in which each of a batch drew a token
 
     def remove(self, sequence: Sequence, status: Status, newest_step: int) -> None:
@@ -192,17 +196,21 @@ class Planner:
         if head is None or not self.batch.has_free_row or head.newest_step > num_completed:
             return
         victims = [s for s in self.batch if not self.tables.is_protected(s.number) and self._policy.may_evict(head, s)]
-        if not victims:
+        if not victims or (self._no_room == (head.number, self.batch.version) and draft.step % ROOM_INTERVAL_STEPS):
             return
         hits = self.cache.find(head)
         missing = self._num_missing(head, hits, self._num_owed_blocks())
-        gain = sum(self.tables.num_freed(s.number, hits) for s in victims) + self._num_owed_blocks(victims)
-        if missing <= 0 or missing > gain:
+        if missing <= 0:
             return
-        for victim in sorted(victims, key=self._policy.yields_first):
-            self._preempt(victim, draft)
-            if self._num_missing(head, hits, self._num_owed_blocks()) <= 0:
+        victims.sort(key=self._policy.yields_first)
+        gains = self.tables.gains([s.number for s in victims], hits)
+        for count, (victim, gained) in enumerate(zip(victims, gains, strict=True), start=1):
+            missing -= gained + self._num_owed_blocks([victim])
+            if missing <= 0:
+                for chosen in victims[:count]:
+                    self._preempt(chosen, draft)
                 return
+        self._no_room = (head.number, self.batch.version)
 
     def _choose_waiting(self, draft: Draft, num_completed: int) -> None:
         num_owed: int | None = None
@@ -213,6 +221,9 @@ class Planner:
                 return
             if num_owed is None:
                 num_owed = self._num_owed_blocks()
+            if num_owed >= self.tables.num_available:  # whatever it finds, it needs one more
+                self.waiting_reason = "free blocks"
+                return
             hits = self.cache.find(head)
             if (num_missing := self._num_missing(head, hits, num_owed)) > 0:
                 self.waiting_reason = f"{num_missing} more free blocks"
@@ -237,6 +248,7 @@ class Planner:
     def _enter(self, s: Sequence, hits: list[BlockId], draft: Draft) -> None:
         self._waiting.remove(s)
         self.batch.enter(s)
+        self._policy.on_entered(s)
         num_reserved = self.tables.blocks_for(s.plan_limit) - len(hits) if self._needs_protection(s) else None
         self.tables.begin(s.number, hits, num_reserved)
         s.num_cached = s.num_planned = s.num_confirmed = len(hits) * self.limits.block_size
@@ -290,6 +302,7 @@ class Planner:
     def _fork(self, source: Sequence, target: Sequence, draft: Draft) -> None:
         self._waiting.remove(target)
         self.batch.enter(target)
+        self._policy.on_entered(target)
         self.tables.fork(source.number, target.number)
         target.num_planned, target.num_confirmed = source.num_planned, source.num_confirmed
         target.num_expected = target.num_known + 1

@@ -1,6 +1,5 @@
 """The prefix index: which block holds the keys and values that belong to a key (octavo.wire.prefix)."""
 
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._entries: dict[bytes, Entry] = {}
         self._keys: dict[BlockId, bytes] = {}
+        self._children: dict[bytes, bytes | set[bytes]] = {}  # parent -> the key chained on it; a set if several are
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -52,6 +52,11 @@ class PrefixIndex:
             return
         if self._keys.setdefault(block, key) is not key:
             raise InvariantViolation(f"block {block} is published twice, under different keys")
+        children = self._children.setdefault(parent, key)
+        if isinstance(children, set):
+            children.add(key)
+        elif children is not key:
+            self._children[parent] = {children, key}
 
     def has(self, block: BlockId) -> bool:
         """Say whether a block can be found."""
@@ -68,22 +73,23 @@ class PrefixIndex:
 
     def drop(self, block: BlockId) -> None:
         """Let a block be found no more, if it was."""
-        if (key := self._keys.pop(block, None)) is not None:
-            del self._entries[key]
+        if (key := self._keys.pop(block, None)) is None:
+            return
+        parent = self._entries.pop(key).parent
+        children = self._children[parent]
+        if isinstance(children, set) and len(children) > 1:
+            children.remove(key)
+        else:
+            del self._children[parent]
 
     def withdraw(self, keys: Iterable[bytes]) -> list[Entry]:
-        """Drop the blocks of some keys and all that is chained on these; return them.
-
-        Costs a walk over the whole index: it is for the rare row whose values are broken.
-        """
-        children: defaultdict[bytes, list[bytes]] = defaultdict(list)
-        for key, entry in self._entries.items():
-            children[entry.parent].append(key)
+        """Drop the blocks of some keys and all that is chained on these; return them."""
         left = list(keys)
         dropped: list[Entry] = []
         while left:
             key = left.pop()
-            left += children.pop(key, ())
+            children = self._children.get(key, ())
+            left += (children,) if isinstance(children, bytes) else children
             if (found := self._entries.get(key)) is not None:
                 self.drop(found.block)
                 dropped.append(found)
@@ -94,6 +100,7 @@ class PrefixIndex:
         blocks = list(self._keys)
         self._entries.clear()
         self._keys.clear()
+        self._children.clear()
         return blocks
 
     def check(self) -> None:
@@ -104,3 +111,6 @@ class PrefixIndex:
         """
         if {key: entry.block for key, entry in self._entries.items()} != {key: b for b, key in self._keys.items()}:
             raise InvariantViolation(f"{len(self._entries)} keys and {len(self._keys)} published blocks differ")
+        num_children = sum(len(c) if isinstance(c, set) else 1 for c in self._children.values())
+        if num_children != len(self._entries) or any(e.parent not in self._children for e in self._entries.values()):
+            raise InvariantViolation(f"{len(self._entries)} published blocks are chained, {num_children} are known so")

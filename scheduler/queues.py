@@ -32,7 +32,7 @@ class WaitingQueue:
         lanes, rank = self._lanes, self._policy.rank
         if len(lanes) <= 1:
             return next((lane[0][1] for lane in lanes.values()), None)
-        return min(lanes.items(), key=lambda item: (rank(item[0]), item[1][0][0]))[1][0][1]
+        return min((lane[0] for lane in lanes.values()), key=lambda entry: (rank(entry[1]), entry[0]))[1]
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence in its place."""

@@ -49,6 +49,7 @@ class Request:
     prefix_root: bytes = b""
     """Empty: nothing of it is shared or found."""
     prefix_keys: bytes = b""
+    _split_keys: list[bytes] = field(default_factory=list)
     sequences: list["Sequence"] = field(default_factory=list)
     num_unfinished: int = 0
     is_started: bool = False
@@ -58,6 +59,20 @@ class Request:
     def name(self) -> str:
         """Name for plans and logs."""
         return f"{self.frontend:x}-{self.handle}"
+
+    def split_keys(self) -> list[bytes]:
+        """Return the keys of the prompt's blocks one by one, the same list at each call."""
+        if not self._split_keys:
+            keys = self.prefix_keys
+            self._split_keys = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+        return self._split_keys
+
+    def forget_keys(self) -> None:
+        """Take no part in the prefix cache any more."""
+        self.prefix_root = self.prefix_keys = b""
+        self._split_keys = []
+        for sequence in self.sequences:
+            sequence.keys = []
 
     @property
     def num_queued_tokens(self) -> int:
@@ -149,8 +164,7 @@ class Sequence:
 
     def load_keys(self) -> None:
         """Make the keys that came with the request those of the first blocks."""
-        keys = self.request.prefix_keys
-        self.keys = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+        self.keys = list(self.request.split_keys())
 
     def hash_block(self, index: int, block_size: int) -> bytes:
         """Return the key of a block whose ids are all known, as is the key of the block before it."""

@@ -79,8 +79,10 @@ class Service:
         self.sessions.receive(now)
         self.sessions.keep_alive(now, self.core.has_outstanding_plans)
         happened = self._settle(now)
-        for peer, request in self.sessions.take_status_requests():
-            self._report(peer, request, now)
+        if requests := self.sessions.take_status_requests():
+            for peer, request in requests:
+                self._report(peer, request, now)
+            happened = self._settle(now) or happened  # an asker that could not be answered has lost its session
         self._check_when_idle(now, happened)
 
     def decide(self, events: list[Event], now: float) -> list[Instruction]:

@@ -1,7 +1,7 @@
 """Block tables by sequence, and blocks reserved for the sequences that must not be preempted any more."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from octavo.scheduler.blocks import BlockPool
 from octavo.scheduler.errors import InvariantViolation
@@ -47,9 +47,20 @@ class BlockTables:
         in_use = sum(self._pool.count(block) > 0 for block in hits)
         return self.blocks_for(num_tokens) - in_use
 
-    def num_freed(self, number: int, hits: Sequence[BlockId] = ()) -> int:
-        """Return the blocks that releasing a sequence would free for one that finds `hits`, beside these."""
-        return sum(self._pool.count(block) == 1 and block not in hits for block in self.table(number))
+    def gains(self, numbers: Sequence[int], hits: Sequence[BlockId]) -> Iterator[int]:
+        """Yield, for each of some sequences, the blocks that are free if it is released after those before it.
+
+        Args:
+            numbers: of the sequences, in order.
+            hits: blocks that are to be found again, and do not count.
+        """
+        kept, left = set(hits), Counter[BlockId]()
+        for number in numbers:
+            gained = 0
+            for block in self._tables[number]:
+                left[block] += 1
+                gained += left[block] == self._pool.count(block) and block not in kept
+            yield gained
 
     def begin(self, number: int, hits: Sequence[BlockId], num_reserved: int | None = None) -> None:
         """Begin a sequence's table with blocks that were found.

@@ -13,7 +13,7 @@ class Policy:
     """Base of all policies; it is first come, first served in all that a subclass leaves alone.
 
     A policy sees requests and sequences and changes nothing of them. Sequences wait in lanes. Within a lane they are
-    ordered by `place`; the lane with the least `rank` is served next.
+    ordered by `place`; the lane whose first sequence has the least `rank` is served next.
     """
 
     uses_priorities = False
@@ -27,8 +27,8 @@ class Policy:
         """Return where a sequence waits in its lane: unique, and the same for as long as it waits."""
         return (sequence.request.arrival, sequence.choice)
 
-    def rank(self, lane: str) -> Place:
-        """Return the rank of a lane at this moment; of lanes with equal rank, the one with the earlier head is next."""
+    def rank(self, head: Sequence) -> Place:
+        """Return the rank, at this moment, of the lane whose first sequence is `head`; of equals the earlier place wins."""
         return ()
 
     def yields_first(self, sequence: Sequence) -> Place:
@@ -44,6 +44,9 @@ class Policy:
 
     def on_admitted(self, request: Request) -> None:
         """Take note of a new request; its sequences have not been asked about yet."""
+
+    def on_entered(self, sequence: Sequence) -> None:
+        """Take note that a sequence has left the queue and has a row."""
 
     def on_planned(self, sequences: Several[Sequence], num_tokens: Several[int]) -> None:
         """Take note of the tokens that a plan, now complete, gives to each of its sequences."""

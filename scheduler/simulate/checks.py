@@ -228,7 +228,7 @@ class Auditor:
 
     def _check_failure(self, failed: RequestFailed, now: float) -> None:
         self.stats[f"failures {failed.code.name}"] += 1
-        if failed.code is FailureCode.QUEUE_FULL and self._has_one_event and not self._live:
+        if failed.code in (FailureCode.QUEUE_FULL, FailureCode.CALLER_LIMIT) and self._has_one_event and not self._live:
             raise Violation(f"{failed}, but nobody else is here")
         if failed.code is not FailureCode.UNAVAILABLE:
             return

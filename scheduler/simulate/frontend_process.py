@@ -38,7 +38,7 @@ SEEK_INTERVAL_S = 0.1
 POLL_INTERVAL_S = 0.01
 """How soon a frontend looks again whether there is room for what it has to say."""
 
-TURNED_AWAY = ("no scheduler", "failed QUEUE_FULL", "failed UNAVAILABLE")
+TURNED_AWAY = ("no scheduler", "failed QUEUE_FULL", "failed CALLER_LIMIT", "failed UNAVAILABLE")
 """Outcomes after which callers come back later."""
 
 
@@ -358,7 +358,7 @@ class SimFrontend(Process):
             case FailureCode.DEADLINE:
                 is_over = job.deadline_s is not None and self.world.now >= job.submitted_at + job.deadline_s
                 return None if is_over else "its time is not over"
-            case FailureCode.QUEUE_FULL | FailureCode.UNAVAILABLE:
+            case FailureCode.QUEUE_FULL | FailureCode.CALLER_LIMIT | FailureCode.UNAVAILABLE:
                 return None if event.retry_after_s > 0 or "smaller" in event.message else "when to come back?"
 
     def _take_answer(self, tag: int) -> None:

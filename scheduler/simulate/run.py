@@ -3,15 +3,17 @@
 import logging
 import traceback
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 
+from octavo.scheduler.policy import POLICIES
 from octavo.scheduler.simulate.clocks import forbidden_clocks
 from octavo.scheduler.simulate.faults import Troublemaker
 from octavo.scheduler.simulate.planted import PLANTS
 from octavo.scheduler.simulate.scenario import draw_scenario
 from octavo.scheduler.simulate.service import SimulatedService
+from octavo.scheduler.simulate.traffic_setup import load_policy
 from octavo.scheduler.simulate.workload import Choice, Job, Oracle
 from octavo.scheduler.simulate.world import Violation, World
 from octavo.wire.columns import pack_ints
@@ -29,8 +31,10 @@ class SimReport:
 
     Attributes:
         steps: plans that workers executed.
+        rounds: services that were started, the broken one included; `step` counts its plans when it broke, else 0.
         digest: equal for equal runs, in whatever process.
-        violation: which promise was broken, None if all held; `round` and `step` say where.
+        stats: how often what has happened.
+        violation: which promise was broken, None if all held.
     """
 
     seed: int
@@ -44,21 +48,25 @@ class SimReport:
     trace: str = ""
 
 
-def run_seed(seed: int, steps: int, plant: str | None = None) -> SimReport:
+def run_seed(seed: int, steps: int, plant: str | None = None, policy: str | None = None) -> SimReport:
     """Run rounds until workers have executed `steps` plans, or a promise is broken.
 
     Args:
         seed: of everything.
         steps: plans to execute.
         plant: name of a bug to plant (planted.PLANTS).
+        policy: of all rounds, a name among POLICIES or module:Class; None: each round draws one of Octavo's own.
+
+    Raises:
+        BadPolicy: there is no such policy.
     """
     report = SimReport(seed)
     digest = 0
-    with forbidden_clocks(), PLANTS[plant]() if plant else nullcontext():
+    with _registered(policy), forbidden_clocks(), PLANTS[plant]() if plant else nullcontext():
         while report.steps < steps and report.violation is None:
             world = World(f"{seed}/{report.rounds}")
             try:
-                _Round(world, steps - report.steps).run()
+                _Round(world, steps - report.steps, policy).run()
             except Exception as error:  # noqa: BLE001  whatever is raised in there is a broken promise
                 report.violation = f"{type(error).__name__}: {error}"
                 report.trace = traceback.format_exc()
@@ -70,14 +78,30 @@ def run_seed(seed: int, steps: int, plant: str | None = None) -> SimReport:
             world.note(repr((digest, world.now, sorted(world.stats.items()), report.violation)).encode())
             digest = world.digest
     report.digest = f"{digest:08x}"
+    report.stats = +report.stats  # what never happened is not named
     return report
+
+
+@contextmanager
+def _registered(policy: str | None) -> Iterator[None]:
+    """Let module:Class be a name among POLICIES."""
+    if policy is None or policy in POLICIES:
+        yield
+        return
+    POLICIES[policy] = type(load_policy(policy))
+    try:
+        yield
+    finally:
+        del POLICIES[policy]
 
 
 class _Round:
     """A fresh service: first safety while things go wrong, then liveness when they do not any more."""
 
-    def __init__(self, world: World, most_steps: int) -> None:
+    def __init__(self, world: World, most_steps: int, policy: str | None) -> None:
         scenario = draw_scenario(world.random)
+        if policy is not None:
+            scenario.config = replace(scenario.config, scheduling_policy=policy)
         self._world = world
         self._scenario = scenario
         self._num_steps = min(world.random.choice(ROUND_STEPS), most_steps)

@@ -1,6 +1,7 @@
 """All processes of one simulated service, and the supervisor that starts again what has died."""
 
 from octavo.scheduler.config import resolve_limits
+from octavo.scheduler.policy import POLICIES
 from octavo.scheduler.simulate.frontend_process import SimFrontend
 from octavo.scheduler.simulate.links import Network
 from octavo.scheduler.simulate.scenario import Scenario
@@ -31,7 +32,9 @@ class SimulatedService:
         self.network = Network(world, scenario.queue_limit)
         self.network.weather = scenario.weather
         self._num_started = 0
-        self._workload = Workload(world.random, scenario.traffic, scenario.config.scheduling_policy == "priority")
+        self._workload = Workload(
+            world.random, scenario.traffic, POLICIES[scenario.config.scheduling_policy].uses_priorities
+        )
         limits = [resolve_limits(scenario.config, facts) for facts in (scenario.facts, scenario.small_facts)]
         self._smallest = min((each.service_facts for each in limits), key=lambda facts: facts.max_model_len)
         self.scheduler = self._start_scheduler()

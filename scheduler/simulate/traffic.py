@@ -140,7 +140,7 @@ def _add_service(group: "argparse._ArgumentGroup") -> None:
     add(
         "--check",
         action="store_true",
-        help="read tokens through block tables and prove all invariants after each event: some 50 times slower",
+        help="read tokens through block tables and prove all invariants after each event: about 100 times slower",
     )
 
 
@@ -254,6 +254,7 @@ _ROWS: tuple[tuple[str, str], ...] = (
     ("queue p50 ms", "queue_ms.p50"),
     ("queue p90 ms", "queue_ms.p90"),
     ("queue p99 ms", "queue_ms.p99"),
+    ("queue max ms", "queue_ms.max"),
     ("output tokens/s", "throughput.output_tokens_per_s"),
     ("KV waste", "kv_waste"),
     ("blocks in use", "blocks_in_use.mean"),

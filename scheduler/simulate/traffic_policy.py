@@ -54,9 +54,9 @@ class WatchedPolicy(Policy):
         self._owners[lane, place] = sequence
         return place
 
-    def rank(self, lane: str) -> Place:
+    def rank(self, head: Sequence) -> Place:
         """Return the policy's rank: integers."""
-        return self._check("rank", self._policy.rank(lane))
+        return self._check("rank", self._policy.rank(head))
 
     def yields_first(self, sequence: Sequence) -> Place:
         """Return the policy's key: integers."""
@@ -72,6 +72,10 @@ class WatchedPolicy(Policy):
     def on_admitted(self, request: Request) -> None:
         """Tell the policy."""
         self._policy.on_admitted(request)
+
+    def on_entered(self, sequence: Sequence) -> None:
+        """Tell the policy."""
+        self._policy.on_entered(sequence)
 
     def on_planned(self, sequences: Several[Sequence], num_tokens: Several[int]) -> None:
         """Tell the policy."""

@@ -28,7 +28,7 @@ from tests.support.scripted_scheduler import FACTS, ScriptedScheduler
 
 Code = grpc.StatusCode
 LENGTH = FinishReason.LENGTH
-CACHING = msgspec.structs.replace(FACTS, scheduling_policy="priority", prefix_caching=True)
+CACHING = msgspec.structs.replace(FACTS, scheduling_policy="priority", prefix_caching=True, takes_priorities=True)
 RESET = admin_pb2.ResetPrefixCacheRequest()
 
 
@@ -86,7 +86,7 @@ async def test_without_prefix_caching_nothing_is_sent(service: Service, schedule
 
 
 async def test_a_replay_follows_the_facts_of_its_session(tiny_model: Path, address: str) -> None:
-    smaller = msgspec.structs.replace(CACHING, block_size=8, scheduling_policy="fcfs")
+    smaller = msgspec.structs.replace(CACHING, block_size=8, scheduling_policy="fcfs", takes_priorities=False)
     with ScriptedScheduler(address, CACHING) as first:
         async with running_frontend(tiny_model, address) as service:
             await welcomed(service, first)

@@ -94,6 +94,7 @@ async def test_refusals_harm_nobody(service: Service, scheduler: ScriptedSchedul
     [
         (FailureCode.INVALID, Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "BadRequest"),
         (FailureCode.QUEUE_FULL, Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "RetryInfo"),
+        (FailureCode.CALLER_LIMIT, Code.RESOURCE_EXHAUSTED, "CALLER_LIMIT_EXCEEDED", "RetryInfo"),
         (FailureCode.UNAVAILABLE, Code.UNAVAILABLE, "UNAVAILABLE", "RetryInfo"),
         (FailureCode.DEADLINE, Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "ErrorInfo"),
         (FailureCode.INTERNAL, Code.INTERNAL, "INTERNAL", "RequestInfo"),

@@ -9,8 +9,11 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 
 from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.policy import POLICIES
+from octavo.scheduler.policy.priority import ByPriority
 from octavo.scheduler.simulate.model import make_facts
 from octavo.v1 import admin_pb2
 from octavo.v1 import generation_pb2 as pb
@@ -173,16 +176,30 @@ async def test_without_prefix_caching_nothing_is_found(frontend: Service, config
             assert response.usage.cached_prompt_tokens == 0
         reset = await frontend.admin.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest(), timeout=WAIT_S)
         assert reset.dropped_blocks == 0
+        status = await frontend.admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=WAIT_S)
+        assert not status.scheduler.prefix_caching
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "fair", "priority"])
-async def test_priorities_are_taken_under_their_policy_alone(
-    frontend: Service, config: SchedulerConfig, policy: str
+async def test_status_names_the_policy_and_the_sessions(frontend: Service, config: SchedulerConfig) -> None:
+    with LoopThread(replace(config, scheduling_policy="fair")):
+        await frontend.until_health(serving=True)
+        status = await frontend.admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=WAIT_S)
+    held = status.scheduler
+    assert (held.scheduling_policy, held.prefix_caching, held.max_num_seqs) == ("fair", True, 8)
+    epochs = {process.role: process.epoch for process in status.processes}
+    assert epochs["scheduler"] == epochs["worker"] > 0, "what the contract says of the scheduler's epoch"
+    assert epochs["frontend"] not in (0, epochs["worker"])
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair", "priority", "one's own"])
+async def test_priorities_are_taken_under_policies_that_use_them(
+    frontend: Service, config: SchedulerConfig, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(POLICIES, "one's own", ByPriority)
     with LoopThread(replace(config, scheduling_policy=policy)):
         await frontend.until_health(serving=True)
         call = frontend.ask(tokenIds={"ids": [7]}, stopping={"maxTokens": 3}, output={"tokenIds": True}, priority=-1)
-        if policy == "priority":
+        if POLICIES[policy].uses_priorities:
             assert list((await call).choices[0].token_ids) == [8, 9, 10]
         else:
             found = await refusal(call)
@@ -199,7 +216,13 @@ async def test_the_requests_of_one_address_are_bounded(
         for call in calls:
             assert (await read_with_help(call, worker)).WhichOneof("event") == "started"
         found = await refusal(ask(frontend, 3, 5))
-        assert (found.code, found.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert (found.code, found.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "CALLER_LIMIT_EXCEEDED")
+        assert dict(found.unpack(error_details_pb2.ErrorInfo).metadata) == {
+            "max_requests_per_caller": "2",
+            "requests": "2",
+        }
+        assert found.unpack(error_details_pb2.RetryInfo).retry_delay.seconds == 1
+        assert "--max-requests-per-caller" in found.message
         worker.release()
         rest = [await collect(call, Collected(started=pb.Started())) for call in calls]
         assert [collected.ids[0] for collected in rest] == [counted(i + 1, 5) for i in range(2)]

@@ -249,7 +249,7 @@ class TablesMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         number = self.drawn_number(data)
         freed = [b for b in reversed(self.tables.table(number)) if self.holders(b) == [number]]
-        assert self.tables.num_freed(number) == len(freed)
+        assert next(self.tables.gains([number], ())) == len(freed)
         self.tables.release(number)
         del self.tokens[number]
         self.reserved.pop(number, None)

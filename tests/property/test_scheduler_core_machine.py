@@ -206,7 +206,7 @@ class CoreMachine(RuleBasedStateMachine):
             codes = {f.code for received in self.driver.received.values() for f in received.failed.values()}
             expected = {FailureCode.DEADLINE, FailureCode.INTERNAL, FailureCode.UNAVAILABLE}
             if self.driver.config.max_requests_per_caller:
-                expected.add(FailureCode.QUEUE_FULL)
+                expected.add(FailureCode.CALLER_LIMIT)
             assert codes <= expected
 
 

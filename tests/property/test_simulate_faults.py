@@ -22,6 +22,7 @@ MUST_HAPPEN = (
     "copies",
     "cuts",
     "epochs",
+    "failures CALLER_LIMIT",
     "failures DEADLINE",
     "failures INTERNAL",
     "failures INVALID",
@@ -121,7 +122,7 @@ def test_the_command_line_names_the_seed_of_what_it_finds(capsys: pytest.Capture
     out, err = capsys.readouterr()
     line = json.loads(out.splitlines()[-1])
     assert line["violation"]
-    assert f"replay: faults --seed {line['seed']} --steps 3000 --plant refcount" in err
+    assert f"faults --seed {line['seed']} --steps 3000 --plant refcount" in err
     assert main(["faults", "--seeds", "2", "--steps", "200"]) == 0
     out, _ = capsys.readouterr()
     assert [json.loads(line)["violation"] for line in out.splitlines()] == [None, None]

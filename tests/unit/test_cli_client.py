@@ -8,6 +8,7 @@ import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
+from octavo.cli.client import failure
 from octavo.cli.errors import CommandError
 from octavo.cli.main import build
 from octavo.v1 import admin_pb2, admin_pb2_grpc
@@ -24,6 +25,7 @@ class FakeService(rpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServ
         self.refusal = ""
         self.status = admin_pb2.GetStatusResponse(models=["tiny"], ready=True, max_model_len=64)
         self.address = ""
+        self.usage: pb.Usage | None = None
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.GenerateResponse:
         raise NotImplementedError  # the commands stream
@@ -33,6 +35,7 @@ class FakeService(rpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServ
     ) -> Iterator[pb.GenerateStreamResponse]:
         self.inputs.append(request.input)
         yield pb.GenerateStreamResponse(delta=pb.Delta(text="yes"))
+        yield pb.GenerateStreamResponse(finished=pb.Finished(usage=self.usage))
 
     def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext
@@ -95,6 +98,7 @@ def test_a_cache_reset_that_failed_is_no_success(service: FakeService) -> None:
 def test_status_shows_the_hit_rate(service: FakeService) -> None:
     held = service.status.scheduler
     held.total_blocks, held.cached_blocks, held.recomputed_tokens = 64, 17, 31
+    held.prefix_caching = True
     assert "prefix cache: 17 blocks, no prompt yet" in run(service, "status").output
     held.prompt_tokens, held.cached_prompt_tokens = 800, 100
     done = run(service, "status")
@@ -111,3 +115,61 @@ def test_status_as_json_has_every_field(service: FakeService) -> None:
     held = json.loads(run(service, "status", "--json").output)["scheduler"]
     assert set(held) == {field.name for field in admin_pb2.SchedulerStatus.DESCRIPTOR.fields}
     assert held["cached_prompt_tokens"] == "5"
+
+
+def test_status_says_what_is_off_and_who_is_first(service: FakeService) -> None:
+    held = service.status.scheduler
+    held.scheduling_policy, held.max_num_seqs, held.prompt_tokens = "fair", 48, 100
+    shown = run(service, "status").output
+    assert "policy: fair; at most 48 sequences run at once\n" in shown
+    assert "prefix cache: off\n" in shown
+    assert "0.0 %" not in shown
+
+
+def test_epochs_have_all_their_digits(service: FakeService) -> None:
+    service.status.processes.add(role="worker", pid=7, state="ready", epoch=0xABC, boot_id="b1")
+    service.status.processes.add(role="frontend", pid=8, state="connecting", boot_id="b2")
+    lines = [line.split() for line in run(service, "status").output.splitlines()]
+    assert ["worker", "7", "ready", "0000000000000abc", "b1"] in lines
+    assert ["frontend", "8", "connecting", "-", "b2"] in lines
+
+
+def test_a_context_that_is_not_known_yet_is_not_shown(service: FakeService) -> None:
+    assert run(service, "status").output.startswith("tiny: ready, context 64 tokens\n")
+    service.status.Clear()
+    service.status.models.append("tiny")
+    service.status.reason = "no worker is ready"
+    done = run(service, "status")
+    assert (done.exit_code, done.output.splitlines()[0]) == (1, "tiny: not ready: no worker is ready")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_usage_is_shown_on_standard_error_where_it_is_wanted(service: FakeService, command: str) -> None:
+    service.usage = pb.Usage(prompt_tokens=40, cached_prompt_tokens=32, completion_tokens=7)
+    service.usage.queue_time.FromMicroseconds(1500)
+    service.usage.decode_time.FromMilliseconds(250)
+    done = run(service, command, "x", "--usage")
+    assert done.stdout == "yes\n"
+    assert done.stderr == "prompt 40 tokens (32 cached), output 7; queue 1.5 ms, prefill 0.0 ms, decode 250.0 ms\n"
+    assert run(service, command, "x").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("127.0.0.1:50051", "(HOST:PORT); 'octavo serve demo' starts one here"),
+        ("localhost:51999", "(HOST:PORT); 'octavo serve demo --grpc-port 51999' starts one here"),
+        ("[::1]:51999", "(HOST:PORT); 'octavo serve demo --host ::1 --grpc-port 51999' starts one here"),
+        ("192.0.2.1:50051", "no service answers at 192.0.2.1:50051 (HOST:PORT)"),
+        ("nonsense", "no service answers at nonsense (HOST:PORT)"),
+    ],
+)
+def test_where_nothing_answers_the_hint_would_help(address: str, words: str) -> None:
+    class Unreachable(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNAVAILABLE
+
+        def details(self) -> str:
+            return "failed to connect to all addresses"
+
+    assert str(failure(address, Unreachable())).endswith(words)

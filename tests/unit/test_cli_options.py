@@ -1,10 +1,13 @@
 """Flags, OCTAVO_ variables and the configuration file, down to the configuration of each process."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from octavo.cli import logs, options
@@ -117,7 +120,32 @@ def test_every_flag_of_the_queue_reaches_the_scheduler(configure: Run) -> None:
 
 
 def test_the_policies_are_those_of_the_scheduler() -> None:
-    assert set(get_args(options.PolicyName)) == set(POLICIES)
+    assert get_args(options.PolicyName) == tuple(POLICIES)
+
+
+WITH_A_POLICY_OF_ONES_OWN = """
+from octavo.scheduler.policy import POLICIES, Policy
+
+class Backwards(Policy):
+    \"\"\"The latest request runs first; a bound there is not.\"\"\"
+
+POLICIES["backwards"] = Backwards
+import sys
+from octavo.cli.main import main
+sys.argv[1:] = ["scheduler", *{arguments}]
+main()
+"""
+
+
+def test_a_policy_that_is_named_in_the_table_can_be_chosen() -> None:
+    def run(*arguments: str) -> str:
+        program = WITH_A_POLICY_OF_ONES_OWN.format(arguments=arguments)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        return " ".join((done.stdout + done.stderr).split())
+
+    assert "backwards: The latest request runs first. " in run("--help")
+    assert "'lifo' is not one of 'fcfs', 'priority', 'fair', 'backwards'" in run("demo", "--scheduling-policy", "lifo")
+    assert "no-such-model" in run("no-such-model", "--scheduling-policy", "backwards")
 
 
 def test_prefixes_are_cached_unless_told_otherwise(configure: Run, tmp_path: Path) -> None:
@@ -140,14 +168,55 @@ def test_prefixes_are_cached_unless_told_otherwise(configure: Run, tmp_path: Pat
         ("exit-with-parent: 1", "names 'exit-with-parent'"),
         ("- a list", "holds no mapping"),
         ("a: [", "cannot be read"),
-        ("step-timeout: soon", "--step-timeout"),
-        ("step-timeout: -1", "must be above 0"),
+        ("no-enable-prefix-caching: true", "does not have; write 'enable-prefix-caching: false'"),
+        ("no-max-preemptions: true", "names 'no-max-preemptions', which scheduler does not have\n"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     file = tmp_path / "octavo.yaml"
     file.write_text(text)
-    assert reason in refused("scheduler", "demo", "--config", str(file))
+    said = refused("scheduler", "demo", "--config", str(file))
+    assert reason in said
+    assert said.count(str(file)) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("step-timeout", "soon", "'soon': Input should be a valid number"),
+        ("step_timeout", "-1", "-1.0 must be above 0"),
+        ("max-waiting-requests", "0", "0: Input should be greater than or equal to 1"),
+        ("scheduling-policy", "lifo", "'lifo' is not one of 'fcfs'"),
+        ("enable-prefix-caching", "maybe", "'maybe': Input should be a valid boolean"),
+    ],
+)
+def test_a_wrong_value_in_a_file_is_refused_by_file_key_and_value(
+    tmp_path: Path, key: str, value: str, reason: str
+) -> None:
+    file = tmp_path / "octavo.yaml"
+    file.write_text(f"{key}: {value}")
+    said = refused("scheduler", "demo", "--config", str(file))
+    assert f"Invalid value for '{key}' in {file}: {reason}" in said
+    assert "OCTAVO_" not in said
+    assert "Value error" not in said
+
+
+def test_a_file_that_is_not_there_is_named_once(tmp_path: Path) -> None:
+    said = refused("scheduler", "demo", "--config", str(tmp_path / "none.yaml"))
+    assert f"{tmp_path}/none.yaml cannot be read: No such file or directory" in said
+    assert said.count("none.yaml") == 1
+
+
+def test_a_wrong_value_is_that_of_its_source(tmp_path: Path) -> None:
+    """A flag hides the variable and the file, a variable hides the file."""
+    file = tmp_path / "octavo.yaml"
+    file.write_text("step-timeout: soon")
+    wrong = {"OCTAVO_STEP_TIMEOUT": "later"}
+    of_variable = refused("scheduler", "demo", "--config", str(file), environment=wrong)
+    assert "environment variable OCTAVO_STEP_TIMEOUT: 'later': Input" in of_variable
+    assert str(file) not in of_variable
+    of_flag = refused("scheduler", "demo", "--config", str(file), "--step-timeout", "-2", environment=wrong)
+    assert "Invalid value for '--step-timeout': -2.0 must be above 0" in of_flag
 
 
 @pytest.mark.parametrize(
@@ -175,6 +244,24 @@ def test_a_wrong_variable_is_refused_by_name() -> None:
 def test_help_groups_the_flags_of_serve() -> None:
     result = CliRunner().invoke(build("serve"), ["serve", "--help"])
     assert result.exit_code == 0
-    positions = [result.output.index(f"─ {panel} ─") for panel in ("Listening", "Model", "Scheduling", "Memory")]
+    panels = ("Arguments", "Options", "Listening", "Model", "Scheduling", "Memory", "Process")
+    positions = [result.output.index(f"\n{panel}:\n") for panel in panels]
     assert positions == sorted(positions)
     assert "exit-with-parent" not in result.output
+
+
+@pytest.mark.parametrize(
+    "command", ["serve", "frontend", "scheduler", "worker", "generate", "chat", "status", "doctor"]
+)
+def test_help_shows_every_flag_and_variable_whole_at_80_columns(command: str) -> None:
+    result = CliRunner().invoke(build(command), [command, "--help"], env={"COLUMNS": "80"})
+    group = typer.main.get_command(build(command))
+    found = group.get_command(typer.Context(group), command)  # type: ignore[attr-defined]
+    assert max(map(len, result.output.splitlines())) <= 80
+    assert "…" not in result.output
+    words = set(result.output.replace(";", " ").replace("]", " ").replace(",", " ").split())
+    shown = [parameter for parameter in found.params if not getattr(parameter, "hidden", False)]
+    names = {name for parameter in shown for name in (*parameter.opts, *parameter.secondary_opts) if name[0] == "-"}
+    variables = {parameter.envvar for parameter in shown if parameter.envvar}
+    assert names
+    assert names | variables <= words

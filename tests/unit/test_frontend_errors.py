@@ -73,6 +73,17 @@ def test_a_retry_has_its_delay() -> None:
     assert retry.retry_delay.ToMilliseconds() == 2500
 
 
+def test_a_callers_own_limit_is_told_from_a_full_queue() -> None:
+    figures = (("max_requests_per_caller", 4), ("requests", 4))
+    error = streams.FAILURES[FailureCode.CALLER_LIMIT](RequestFailed(1, FailureCode.CALLER_LIMIT, "why", 1.0, figures))
+    info = error_details_pb2.ErrorInfo()
+    status = errors.to_status(error, "")
+    details(status)["ErrorInfo"].Unpack(info)
+    assert status.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert info.reason == "CALLER_LIMIT_EXCEEDED" != errors.RULES[errors.QueueFull].reason
+    assert dict(info.metadata) == {"max_requests_per_caller": "4", "requests": "4"}
+
+
 def test_long_messages_fit_into_metadata() -> None:
     status = errors.to_status(errors.InvalidArgument("é\U0001f600" * 100_000, field_path="input.text"), "r")
     # Percent-encoding triples a message, base64 adds a third; gRPC's soft limit is 8 KiB.

@@ -18,8 +18,8 @@ from octavo.wire.handshake import ServiceFacts
 from octavo.wire.prefix import KEY_BYTES, block_key, prompt_keys, root_key
 
 CONFIG = FrontendConfig(model_path=Path("model"), served_model_names=("tiny",), address="ipc:///nowhere")
-BOUNDS = Bounds(CONFIG, 300, 256, SamplingDefaults(), (256,), "priority")
-FACTS = ServiceFacts(300, 256, 16, 8, "priority", prefix_caching=True)
+BOUNDS = Bounds(CONFIG, 300, 256, SamplingDefaults(), (256,), "priority", takes_priorities=True)
+FACTS = ServiceFacts(300, 256, 16, 8, "priority", prefix_caching=True, takes_priorities=True)
 PROMPT = list(range(40))
 
 
@@ -80,8 +80,10 @@ def test_a_prompt_shorter_than_a_block_has_a_root_and_no_keys() -> None:
     assert (request.prefix_root, request.prefix_keys) == (root_key("digest"), b"")
 
 
-@pytest.mark.parametrize(("policy", "sent"), [("priority", -7), ("fcfs", 0), ("fair", 0)])
-def test_a_priority_is_told_only_where_it_is_taken(policy: str, sent: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "taken"), [("priority", True), ("one's own", True), ("fcfs", False), ("fair", False)]
+)
+def test_a_priority_is_told_only_where_it_is_taken(policy: str, taken: bool) -> None:
     """A stream goes on when the next scheduler has another policy."""
-    facts = msgspec.structs.replace(FACTS, scheduling_policy=policy)
-    assert make_journal(priority=-7).to_request(1, None, facts).priority == sent
+    facts = msgspec.structs.replace(FACTS, scheduling_policy=policy, takes_priorities=taken)
+    assert make_journal(priority=-7).to_request(1, None, facts).priority == (-7 if taken else 0)

@@ -169,7 +169,7 @@ def test_logprobs_zero_is_not_unset() -> None:
 
 @pytest.mark.parametrize("priority", [0, 1, -1, 2**31 - 1, -(2**31)])
 def test_priorities_are_taken_under_their_policy_alone(priority: int) -> None:
-    bounds = replace(BOUNDS, scheduling_policy="priority")
+    bounds = replace(BOUNDS, scheduling_policy="of one's own", takes_priorities=True)
     assert params(bounds, priority=priority).priority == priority
     assert params(priority=0).priority == 0
     if priority:

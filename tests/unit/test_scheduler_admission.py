@@ -9,6 +9,8 @@ from octavo.scheduler.config import ConfigConflict, SchedulerConfig, resolve_lim
 from octavo.scheduler.deadlines import Deadlines
 from octavo.scheduler.events import RequestSubmitted
 from octavo.scheduler.instructions import EmitOutput
+from octavo.scheduler.policy import POLICIES
+from octavo.scheduler.policy.priority import ByPriority
 from octavo.scheduler.sequence import Request
 from octavo.scheduler.simulate.model import make_facts
 from octavo.wire.columns import pack_floats, pack_ints
@@ -206,6 +208,14 @@ def test_unset_limits_are_the_workers_or_the_pools() -> None:
     assert resolve(make_facts(), max_model_len=100, max_num_seqs=2) == ServiceFacts(
         1000, 100, 16, 2, prefix_caching=True
     )
+
+
+def test_frontends_are_told_whether_the_policy_takes_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, policy in POLICIES.items():
+        assert resolve(make_facts(), scheduling_policy=name).takes_priorities is policy.uses_priorities
+    monkeypatch.setitem(POLICIES, "one's own", ByPriority)
+    facts = resolve(make_facts(), scheduling_policy="one's own")
+    assert (facts.scheduling_policy, facts.takes_priorities) == ("one's own", True)
 
 
 @pytest.mark.parametrize(

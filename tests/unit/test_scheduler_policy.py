@@ -80,8 +80,7 @@ def test_a_priority_is_refused_where_it_does_nothing(policy: str, priority: int)
     assert driver.failure(refused) == RequestFailed(
         refused.handle,
         FailureCode.INVALID,
-        f"priority {priority}: only 0 is possible under the scheduling policy {policy}, "
-        "priorities need the policy priority",
+        f"priority {priority}: only 0 is possible, the scheduling policy {policy} takes no priorities",
     )
     assert driver.submit([1], 1, priority=0).is_live
     driver.drain()

@@ -97,14 +97,17 @@ def limited(max_requests: int = 0, max_tokens: int = 0, max_num_seqs: int = 1) -
     return driver
 
 
-def refused(driver: CoreDriver, client: Client, message: str) -> None:
-    assert driver.failure(client) == RequestFailed(client.handle, FailureCode.QUEUE_FULL, message, retry_after_s=1.0)
+def refused(driver: CoreDriver, client: Client, message: str, **figures: int) -> None:
+    assert driver.failure(client) == RequestFailed(
+        client.handle, FailureCode.CALLER_LIMIT, message, retry_after_s=1.0, figures=tuple(figures.items())
+    )
 
 
 def test_requests_of_a_caller_are_bounded_running_ones_among_them() -> None:
     driver = limited(max_requests=2)
     first = [driver.submit([1], 3, caller="a") for _ in range(2)]
-    refused(driver, driver.submit([1], 3, caller="a"), "this caller has 2 requests, the limit is 2")
+    message = "this caller has 2 requests, the limit is 2 (--max-requests-per-caller)"
+    refused(driver, driver.submit([1], 3, caller="a"), message, max_requests_per_caller=2, requests=2)
     other = driver.submit([1], 3, caller="b")
     assert other.is_live
     driver.step_until(lambda: not first[0].is_live)
@@ -135,7 +138,8 @@ def test_waiting_tokens_of_a_caller_are_bounded_times_choices() -> None:
     driver.submit([1] * 30, 3, caller="a")  # it has started: it does not count
     driver.submit([1] * 4, 3, caller="a")
     client = driver.submit([1] * 4, 3, caller="a", num_choices=2)
-    refused(driver, client, "4 tokens of this caller wait, 8 more would exceed the limit of 10")
+    message = "4 tokens of this caller wait, 8 more would exceed the limit of 10 (--max-waiting-tokens-per-caller)"
+    refused(driver, client, message, max_waiting_tokens_per_caller=10, waiting_tokens=4, request_tokens=8)
     assert driver.submit([1] * 4, 3, caller="b", num_choices=2).is_live
     assert driver.submit([1] * 3, 3, caller="a", num_choices=2).is_live
     driver.drain()
@@ -148,9 +152,11 @@ def test_the_bound_of_the_queue_comes_before_that_of_the_caller() -> None:
     driver = CoreDriver(make_facts(), config)
     driver.worker_ready()
     driver.submit([1], 3, caller="a")
-    refused(driver, driver.submit([1], 3, caller="a"), "this caller has 1 requests, the limit is 1")
+    message = "this caller has 1 requests, the limit is 1 (--max-requests-per-caller)"
+    refused(driver, driver.submit([1], 3, caller="a"), message, max_requests_per_caller=1, requests=1)
     driver.submit([1], 3, caller="b")
-    refused(driver, driver.submit([1], 3, caller="a"), "1 requests wait, the limit is 1")
+    full = driver.failure(driver.submit([1], 3, caller="a"))
+    assert (full.code, full.message) == (FailureCode.QUEUE_FULL, "1 requests wait, the limit is 1")
     driver.drain()
 
 

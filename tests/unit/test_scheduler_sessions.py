@@ -19,6 +19,7 @@ from octavo.scheduler.events import (
 )
 from octavo.scheduler.idle import CHECK_INTERVAL_S, IDLE_BEFORE_CHECK_S, IdleCheck
 from octavo.scheduler.loop import Loop
+from octavo.scheduler.service import Service
 from octavo.scheduler.sessions import MAX_UNKNOWN_ANSWERS, Sessions
 from octavo.scheduler.simulate.model import make_facts
 from octavo.wire.codec import Envelope, FromPeer, FromScheduler
@@ -37,7 +38,7 @@ from octavo.wire.handshake import (
     WorkerWelcome,
 )
 from octavo.wire.ids import BootId, SessionId
-from octavo.wire.requests import CancelRequest, ResetPrefixCache
+from octavo.wire.requests import CancelRequest, ResetPrefixCache, StatusRequest
 from tests.support.fake_frontend import make_submit
 
 FRONTEND_HELLO = FrontendHello(PROTOCOL_VERSION, "digest", "f", 1)
@@ -332,3 +333,22 @@ def test_an_idle_loop_wakes_for_its_proof_and_sleeps_afterwards(tmp_path: Path) 
         assert service.num_failed_checks == 0
     finally:
         loop.close()
+
+
+def test_who_is_gone_when_its_report_is_sent_takes_its_requests_along_in_the_same_turn() -> None:
+    channel = PlayedChannel()
+    service = Service(channel, SchedulerConfig(address="ipc:///unused", config_digest="digest"), BootId("s"), 1)
+    channel.waiting += [
+        (b"w", Envelope(SessionId(0), 0), WORKER_HELLO),
+        (b"f", Envelope(SessionId(0), 0), FRONTEND_HELLO),
+    ]
+    service.turn(100.0)
+    session = SessionId(channel.sessions[b"f"])
+    channel.waiting.append((b"f", Envelope(session, 1), make_submit(1, [1], 5)))
+    service.turn(100.1)
+    assert service.core.figures.num_requests == 1
+    channel.waiting.append((b"f", Envelope(session, 2), StatusRequest(1)))
+    channel.gone.add(b"f")
+    service.turn(100.2)
+    assert service.sessions.peers.by_session(session) is None
+    assert service.core.figures.num_requests == 0

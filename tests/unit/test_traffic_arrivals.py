@@ -110,10 +110,19 @@ def test_shares_of_callers_priorities_and_prefixes() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rate": 0.0}, {"num_requests": 0}, {"process": "x"}, {"burstiness": 0.0}, {"prefix_share": 1.1}]
+    ("wrong", "reason"),
+    [
+        ({"rate": 0.0}, "rate is 0.0: it must be above 0"),
+        ({"num_requests": 0}, "requests is 0: it must be at least 1"),
+        ({"process": "x"}, "arrivals is x: it must be one of poisson, gamma, uniform"),
+        ({"burstiness": 0.0}, "burstiness is 0.0: it must be above 0 and finite"),
+        ({"prefix_share": 1.1}, "prefix-share is 1.1: it must be from 0 to 1"),
+        ({"max_tokens": -1}, "max-tokens is -1: it must be at least 0"),
+        ({"seed": -1}, "seed is -1: it must be at least 0"),
+    ],
 )
-def test_distributions_out_of_range_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(BadTraffic, match="out of its range"):
+def test_distributions_out_of_range_are_refused(wrong: dict[str, object], reason: str) -> None:
+    with pytest.raises(BadTraffic, match=f"^{reason}$"):
         distribution(**wrong)  # type: ignore[arg-type]
 
 
@@ -154,3 +163,11 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
 def test_a_missing_trace_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadTraffic, match="No such file"):
         list(read_trace(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_a_trace_without_a_request_is_an_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(BadTraffic, match="trace.jsonl: there is no request in it"):
+        list(read_trace(path))

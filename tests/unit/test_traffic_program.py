@@ -1,17 +1,27 @@
 """`python -m octavo.scheduler.simulate traffic`, and the examples that docs/scheduling.md gives."""
 
 import argparse
+import inspect
 import json
 import re
+import sys
+import types
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from octavo.cli.serve import serve
+from octavo.scheduler.policy import Policy
+from octavo.scheduler.sequence import Request, Sequence
 from octavo.scheduler.simulate import traffic
-from octavo.scheduler.simulate.arrivals import Arrival, Distribution, Lengths
+from octavo.scheduler.simulate.__main__ import _line
+from octavo.scheduler.simulate.arrivals import Arrival, Distribution, Lengths, _Line
 from octavo.scheduler.simulate.cost import BadCost, StepCost, read_cost
 from octavo.scheduler.simulate.model import make_facts
+from octavo.scheduler.simulate.run import SimReport
 from octavo.scheduler.simulate.traffic_run import Simulation, simulate
 from octavo.scheduler.simulate.traffic_setup import Setup
 from octavo.wire.columns import unpack_ints
@@ -76,12 +86,21 @@ def test_a_trace_gives_the_requests(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["--policy", "fcfs,none"], "policy 'none'"),
         (["--trace", "/nonexistent"], "/nonexistent: No such file"),
-        (["--prompt-tokens", "x"], "lengths 'x'"),
+        (["--prompt-tokens", "x"], "prompt-tokens: lengths 'x'"),
         (["--priorities", "a=1"], "expected PRIORITY=SHARE"),
         (["--base-ms", "0"], "base_ms is 0"),
         (["--max-num-batched-tokens", "0"], "max_num_batched_tokens"),
         (["--pipeline-depth", "0"], "pipeline_depth is 0"),
-        (["--num-blocks", "1"], "the pool holds 0 tokens"),
+        (["--num-blocks", "1"], "num_blocks is 1: it must be at least 2"),
+        (["--requests", "0"], "requests is 0: it must be at least 1"),
+        (["--rate", "-1"], "rate is -1.0: it must be above 0"),
+        (["--prefix-share", "2"], "prefix-share is 2.0: it must be from 0 to 1"),
+        (["--callers", "0"], "callers: '0'"),
+        (["--cost", "/nonexistent"], "error: /nonexistent: No such file or directory\n"),
+        (["--burstiness", "3"], "--burstiness without --arrivals gamma"),
+        (["--prefix-groups", "3", "--prefix-tokens", "9"], "--prefix-groups, --prefix-tokens without --prefix-share"),
+        (["--trace", "x", "--callers", "2", "--rate", "20"], "--rate, --callers with --trace"),
+        (["--trace", "x", "--seed", "0"], "--seed with --trace"),
         (["--vocab-size", "1"], "vocab_size is 1"),
     ],
 )
@@ -121,7 +140,111 @@ def test_a_bad_cost_file_is_named(tmp_path: Path, text: str, reason: str) -> Non
         read_cost(path)
 
 
+def test_a_trace_is_read_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"arrival_s": 1, "prompt_tokens": 20, "output_tokens": 1}\n' * 1200)
+    assert run("--trace", str(path), "--max-waiting-requests", "2000") == 0
+    assert json.loads(capsys.readouterr().out)["finished"] == 1200
+    assert run("--trace", str(path), "--requests", "0") == 2
+    path.write_text("")
+    assert run("--trace", str(path)) == 2
+
+
+def test_refusals_stand_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    crowd = ["--rate", "inf", "--max-waiting-requests", "30", "--max-num-seqs", "4", "--max-model-len", "400"]
+    assert run("--requests", "100", *crowd, "--policy", "fcfs,fair") == 0
+    out, err = capsys.readouterr()
+    reports = [json.loads(line) for line in out.splitlines()]
+    rows = {line[:20].strip(): line.split()[-2:] for line in err.splitlines()}
+    assert set(reports[0]["refused"]) == {"queue_full", "invalid"}
+    assert rows["requests"] == ["100", "100"]
+    assert rows["refused"] == [str(sum(report["refused"].values())) for report in reports]
+    for reason in ("queue_full", "invalid"):
+        assert rows[reason] == [str(report["refused"][reason]) for report in reports]
+        assert f"fcfs: the first request that was refused as {reason}: {reports[0]['first_refusals'][reason]}" in err
+    assert {"queue mean ms", "queue p50 ms", "queue p90 ms", "queue p99 ms", "queue max ms"} <= set(rows)
+
+
+def test_no_row_of_a_reason_where_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--requests", "3") == 0
+    assert "queue_full" not in capsys.readouterr().err
+
+
+def help_of_options(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    with pytest.raises(SystemExit):
+        run("--help")
+    text = capsys.readouterr().out.partition("traffic:\n")[2]
+    found = re.findall(r"^  (--[\w-]+)(.*?)(?=^  --|^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+    return {flag: " ".join(words.split()) for flag, words in found}
+
+
+def test_help_says_what_each_option_is_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    options = help_of_options(capsys)
+    assert len(options) == 33
+    for flag, words in options.items():
+        assert len(words.split()) > 4, flag
+        assert "(default" in words or flag in ("--trace", "--cost", "--check"), flag
+    assert "uniform:LO,HI" in options["--prompt-tokens"]
+    assert "lognormal:MEAN,SIGMA[,LO,HI]" in options["--prompt-tokens"]
+    assert "(default 256)" in options["--max-num-seqs"]
+    assert "--no-enable-prefix-caching" in options["--enable-prefix-caching"]
+
+
+def test_help_names_what_the_service_takes_where_it_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The scheduler cannot import the command line, so the words are compared with it here."""
+    with pytest.raises(SystemExit):
+        run("--help")
+    told = " ".join(capsys.readouterr().out.split()).replace("- ", "-")
+    served = {name: p.default for name, p in inspect.signature(serve).parameters.items()}
+    simulated = {item.name: item.default for item in fields(Setup)}
+    for name in served.keys() & simulated.keys() - {"max_model_len"}:
+        if served[name] != simulated[name]:
+            assert f"--{name.replace('_', '-')} {served[name]}" in told
+
+
+def test_no_prefix_caching(capsys: pytest.CaptureFixture[str]) -> None:
+    """The flag is spelled as the service's."""
+    for flags, is_found in ([], True), (["--no-enable-prefix-caching"], False), (["--enable-prefix-caching"], True):
+        assert run("--requests", "20", "--prefix-share", "1", *flags) == 0
+        assert (json.loads(capsys.readouterr().out)["prefix_hit_rate"] > 0) == is_found
+
+
 # The document
+
+
+def test_the_example_of_a_policy_can_stand_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it is imported while octavo.scheduler.policy is, which has no names yet."""
+    monkeypatch.setitem(sys.modules, "octavo.scheduler.policy", types.ModuleType("octavo.scheduler.policy"))
+    exec(example("class ShortestFirst"), {})
+
+
+def test_what_a_policy_may_read_is_there() -> None:
+    section = DOCUMENT.partition("What a policy may read")[2].partition("This one runs")[0]
+    of_sequence, _, of_request = section.partition("| of a `Request` | |")
+    for table, owner in ((of_sequence, Sequence), (of_request, Request)):
+        names = [name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)]
+        assert len(names) >= 8
+        assert {name for name in names if name not in owner.__slots__} == set()
+
+
+def test_the_methods_of_a_policy_are_the_documents() -> None:
+    table = DOCUMENT.partition("| method | says |")[2].partition("What a policy may read")[0]
+    found = {name: words for name, words in re.findall(r"`(\w+)\(([\w, ]*)\)`", table)}
+    methods = {name: value for name, value in vars(Policy).items() if inspect.isfunction(value)}
+    assert found == {n: ", ".join(list(inspect.signature(m).parameters)[1:]) for n, m in methods.items()}
+
+
+def test_the_fields_of_a_line_of_faults_are_the_documents() -> None:
+    table = DOCUMENT.partition("## Simulated faults")[2].partition("## Simulated traffic")[0]
+    names = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    broken = SimReport(0, violation="x")
+    assert names == set(_line(broken)) > set(_line(SimReport(0)))
+
+
+def test_the_fields_of_a_trace_are_the_documents() -> None:
+    table = DOCUMENT.partition("one JSON object a line:")[2].partition("As a library")[0]
+    names = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert names == {item.name for item in msgspec.structs.fields(_Line)}
 
 
 def test_the_library_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from octavo.scheduler.config import ConfigConflict
+from octavo.scheduler.core import Scheduler
+from octavo.scheduler.errors import InvariantViolation
 from octavo.scheduler.simulate.arrivals import Arrival
 from octavo.scheduler.simulate.cost import StepCost, StepLoad
 from octavo.scheduler.simulate.traffic_fairness import Fairness, jain
+from octavo.scheduler.simulate.traffic_policy import WatchedPolicy
 from octavo.scheduler.simulate.traffic_run import Simulation, simulate
 from octavo.scheduler.simulate.traffic_setup import BadPolicy, Setup, load_policy
 
@@ -26,11 +29,62 @@ class LastComeFirstServed(Policy):
         return (-sequence.request.arrival, sequence.choice)
 """
 
+MISTAKEN = """
+from octavo.scheduler.policy import Policy
+
+class WithArguments(Policy):
+    def __init__(self, what):
+        pass
+
+class Equal(Policy):
+    def place(self, sequence):
+        return (sequence.request.arrival // 2, 0)
+
+class Half(Policy):
+    def place(self, sequence):
+        return (sequence.request.arrival / 2, sequence.choice)
+
+class Bare(Policy):
+    def place(self, sequence):
+        return sequence.request.arrival
+
+class Moody(Policy):
+    count = 0
+    def place(self, sequence):
+        self.count += 1
+        return (sequence.request.arrival, self.count)
+
+class Restless(Policy):
+    count = 0
+    def lane(self, sequence):
+        self.count += 1
+        return str(self.count)
+
+class Numbered(Policy):
+    def lane(self, sequence):
+        return 7
+
+class Ranked(Policy):
+    def lane(self, sequence):
+        return sequence.request.caller
+    def rank(self, lane):
+        return 0.5
+
+class Yielding(Policy):
+    def yields_first(self, sequence):
+        return (0.5,)
+
+class Unsure(Policy):
+    def may_evict(self, waiting, running):
+        return None
+"""
+
 
 @pytest.fixture(autouse=True)
 def own_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that can be imported, as in the folder of who runs a simulation."""
     (tmp_path / "last_come.py").write_text(LAST_COME)
+    (tmp_path / "mistaken.py").write_text(MISTAKEN)
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -194,6 +248,7 @@ def test_a_policy_of_ones_own_is_asked() -> None:
         ("no.such.module:X", "No module named"),
         ("json:X", "has no attribute"),
         ("json:JSONDecoder", "no subclass"),
+        ("mistaken:WithArguments", "made without arguments"),
     ],
 )
 def test_a_policy_that_is_none_is_refused(name: str, reason: str) -> None:
@@ -202,8 +257,10 @@ def test_a_policy_that_is_none_is_refused(name: str, reason: str) -> None:
 
 
 def test_a_setup_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigConflict, match="pool holds"):
+    with pytest.raises(ConfigConflict, match="num_blocks is 1: it must be at least 2"):
         simulate([], small(num_blocks=1))
+    with pytest.raises(ConfigConflict, match="num_blocks is 2 and block_size 1: .* the pool holds 1 token"):
+        Setup(num_blocks=2, block_size=1)
 
 
 def test_priorities_count_only_where_they_are_used() -> None:
@@ -218,6 +275,8 @@ def test_refused_requests_are_counted() -> None:
     report = simulate([Arrival(0.0, 12, 5, 5)] * 30 + [Arrival(0.1, 60, 30, 30)], small(max_waiting_requests=8))
     assert report["refused"] == {"queue_full": 22, "invalid": 1}
     assert (report["requests"], report["finished"]) == (31, 8)
+    assert set(report["first_refusals"]) == {"queue_full", "invalid"}
+    assert "90 tokens" in report["first_refusals"]["invalid"] or "64" in report["first_refusals"]["invalid"]
 
 
 def test_a_flood_is_held_back_by_fairness_only() -> None:
@@ -234,6 +293,47 @@ def test_a_flood_is_held_back_by_fairness_only() -> None:
     # Whatever the order, each prompt token counts 1 and each output token 2.
     for report in (fcfs, fair):
         assert report["fairness"]["service_by_caller"] == {"flood": 400 * 24, "drop": 400 * 24}
+
+
+# Mistakes of a policy
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Equal", r"place\(\) returned \(\d+, 0\): 1-\d+/0 and 1-\d+/0 wait in lane '' with equal places"),
+        ("Half", r"place\(\) returned \(\d+\.\d, 0\): expected a tuple of integers"),
+        ("Bare", r"place\(\) returned \d+: expected a tuple of integers"),
+        ("Moody", r"place\(\) returned \(\d+, \d+\): it was \(\d+, \d+\) for the same sequence, which still waits"),
+        ("Restless", r"lane\(\) returned '2': it was '1' for the same sequence"),
+        ("Numbered", r"lane\(\) returned 7: expected a string"),
+        ("Ranked", r"rank\(\) returned 0.5: expected a tuple of integers"),
+        ("Yielding", r"yields_first\(\) returned \(0.5,\): expected a tuple of integers"),
+        ("Unsure", r"may_evict\(\) returned None: expected True or False"),
+    ],
+)
+def test_a_mistake_of_a_policy_is_named_at_once(name: str, reason: str, check: bool) -> None:
+    with pytest.raises(BadPolicy, match=rf"^policy {name}: {reason}"):
+        simulate(mixed(0), small(policy=f"mistaken:{name}", num_blocks=18, check=check))
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+def test_what_watches_a_policy_forgets_what_has_ended(policy: str) -> None:
+    simulation = Simulation(small(policy=policy, num_blocks=18))
+    assert simulation.run(mixed(2))["preemptions"] > 0
+    watched: Any = simulation.core._policy
+    assert isinstance(watched, WatchedPolicy)
+    assert (watched._lanes, watched._places, watched._owners) == ({}, {}, {})
+
+
+def test_a_broken_invariant_names_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(_: Scheduler) -> None:
+        raise InvariantViolation("the queue is out of order")
+
+    monkeypatch.setattr(Scheduler, "check", check)
+    with pytest.raises(InvariantViolation, match="under the policy last_come:LastComeFirstServed: the queue is out"):
+        simulate(mixed(0), small(policy="last_come:LastComeFirstServed", check=True))
 
 
 # Fairness, by hand

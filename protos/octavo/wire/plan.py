@@ -139,9 +139,19 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     row: Int31
     logprob: float
-    rank: NonNegative  # from 1
+    rank: Int31  # from 1
     top_ids: bytes = b""  # int32 [k]
     top_logprobs: bytes = b""  # float32 [k]
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            MalformedMessage: a log-probability is no number, or lengths differ.
+        """
+        if math.isnan(self.logprob) or any(map(math.isnan, unpack_floats(self.top_logprobs))):
+            raise MalformedMessage(f"log-probabilities of row {self.row} are no numbers")
+        same_length("top log-probabilities", self.top_ids, self.top_logprobs)
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):

@@ -53,11 +53,11 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     max_tokens: Annotated[int, Meta(ge=1, lt=2**31)]  # of each choice, resolved by the frontend
     sampling: RowSampling  # logprobs and min_tokens included; the same for every choice
     stop_token_ids: bytes = b""  # int32: ids that end a choice, end of sequence included unless ignored
-    output_ids: tuple[bytes, ...] = ()  # replay: int32 ids that each choice has already received; else empty
+    output_ids: tuple[bytes, ...] = ()  # replay: int32 ids that each choice has received, perhaps none; else empty
     finished_choices: bytes = b""  # replay: int32 choices that have ended already
     deadline_s: float | None = None  # time that is left
-    caller: str = ""  # whom the request counts against in limits and fairness
-    trace: str = ""  # traceparent, for logs
+    caller: Annotated[str, Meta(max_length=256)] = ""  # whom the request counts against in limits and fairness
+    trace: Annotated[str, Meta(max_length=256)] = ""  # traceparent, for logs
     priority: Int32 = 0  # lower runs earlier; only 0 unless the service takes priorities
     prefix_root: bytes = b""  # root_key() of the prefix cache; empty: nothing of the request is shared or found
     prefix_keys: bytes = b""  # prompt_keys(): one for each full block of the prompt

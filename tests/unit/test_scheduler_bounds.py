@@ -1,0 +1,148 @@
+"""Bounds that hold whatever callers, frontends and workers do: of queues, of overtaking, of what is believed."""
+
+import math
+
+import msgspec
+import pytest
+
+from octavo.scheduler.events import RequestSubmitted, StepCompleted
+from octavo.scheduler.instructions import EmitOutput
+from octavo.scheduler.policy.fair import MAX_PASSED
+from octavo.scheduler.simulate.model import make_facts
+from octavo.wire.columns import pack_floats, pack_ints
+from octavo.wire.errors import MalformedMessage
+from octavo.wire.ids import SessionId
+from octavo.wire.plan import RowLogprobs, StepResult
+from octavo.wire.prefix import KEY_BYTES, root_key
+from octavo.wire.requests import FailureCode
+from tests.support.core_by_hand import EPOCH, result, started
+from tests.support.core_driver import Client, CoreDriver, entries_of, make_config
+from tests.support.fake_frontend import make_submit
+
+FRONTEND = SessionId(7)
+
+
+def prioritised(num_blocks: int = 21, max_num_seqs: int = 8, max_waiting_requests: int = 1024) -> CoreDriver:
+    facts = make_facts(
+        num_blocks=num_blocks, block_size=4, max_model_len=80, max_num_seqs=max_num_seqs, max_num_batched_tokens=64
+    )
+    config = make_config(scheduling_policy="priority", max_waiting_requests=max_waiting_requests)
+    driver = CoreDriver(facts, config)
+    driver.worker_ready()
+    return driver
+
+
+def test_requests_that_evict_each_other_do_not_outgrow_the_queue() -> None:
+    """Who lost its blocks has started, and is not counted among those that never did."""
+    driver = prioritised(num_blocks=4, max_num_seqs=2, max_waiting_requests=4)
+    clients = []
+    for n in range(40):
+        clients.append(driver.submit([n] * 8, 3, priority=-n, tenant=None))
+        driver.step()
+    assert driver.core.figures.num_requests <= 4 + 2
+    refused = [c for c in clients if driver.received[c.frontend].failed.get(c.handle)]
+    assert refused
+    assert driver.failure(refused[0]).message == "6 requests run or wait, the limit is 6"
+    driver.drain()
+
+
+def test_a_victims_blocks_that_it_shares_with_another_victim_are_a_gain() -> None:
+    driver = prioritised()
+    driver.submit(range(60), 18, num_choices=2, priority=9, tenant=None)  # 15 blocks in both tables
+    while driver.core.figures.num_running < 2:
+        driver.step()
+    urgent = driver.submit([7] * 40, 2, priority=0, tenant=None)
+    while not entries_of(driver, urgent):
+        assert driver.core.figures.num_preemptions <= 2
+        driver.step()
+    assert driver.core.figures.num_preemptions == 2
+    driver.drain()
+
+
+def test_a_known_caller_is_not_passed_for_ever_by_new_ones() -> None:
+    """Each newcomer starts at the least counter: without a bound of its own, who was served before would starve."""
+    facts = make_facts(num_blocks=65, block_size=4, max_num_seqs=2, max_model_len=64)
+    driver = CoreDriver(facts, make_config(scheduling_policy="fair"))
+    driver.worker_ready()
+    stays = driver.submit([1], 60, caller="stays", tenant=None)
+    driver.submit(range(40), 20, caller="old", tenant=None)
+    for _ in range(25):
+        driver.step()
+    waiting: list[Client] = [driver.submit([n], 2, caller=f"new {n}", tenant=None) for n in range(4)]
+    old = driver.submit([1, 2], 2, caller="old", tenant=None)
+    num_new = 4
+    while not entries_of(driver, old):
+        assert num_new < 2 * MAX_PASSED, "it starves"
+        waiting = [client for client in waiting if not entries_of(driver, client)]
+        while len(waiting) < 4:
+            waiting.append(driver.submit([num_new % 900], 2, caller=f"new {num_new}", tenant=None))
+            num_new += 1
+        driver.step()
+    passed = sum(
+        bool(found := entries_of(driver, c)) and found[0].step < entries_of(driver, old)[0].step
+        for c in driver.clients.values()
+        if c.message.caller.startswith("new") and c.handle > old.handle
+    )
+    assert 100 < passed <= MAX_PASSED
+    assert stays.handle
+    driver.drain()
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_a_replay_without_output_was_admitted_before_and_is_not_refused_for_load(num_choices: int) -> None:
+    core = started(max_waiting_requests=1, max_num_seqs=1, max_requests_per_caller=1)
+    empty = [[]] * num_choices
+    for handle in (1, 2):
+        message = make_submit(handle, [1, 2, 3], 2, num_choices=num_choices, output_ids=empty)
+        core.on_event(RequestSubmitted(FRONTEND, message), 100.0)
+    assert core.figures.num_requests == 2
+    core.check()
+
+
+def test_choices_of_a_replay_without_output_wait_for_the_first_ones_prompt() -> None:
+    core = started(max_num_seqs=4)
+    message = make_submit(1, range(40), 3, num_choices=3, output_ids=[[], [], []])
+    plans = [i.plan for i in core.on_event(RequestSubmitted(FRONTEND, message), 100.0) if hasattr(i, "plan")]
+    assert [len(plan.new_rows) for plan in plans] == [1, 0]
+    assert plans[0].fork_choice == pack_ints([1, 2])
+
+
+def test_a_key_that_comes_twice_would_put_a_block_into_a_table_twice() -> None:
+    core = started()
+    message = make_submit(1, range(40), 3, prefix_root=root_key("digest"))
+    twice = msgspec.structs.replace(message, prefix_keys=message.prefix_keys[:KEY_BYTES] * 2)
+    (output,) = core.on_event(RequestSubmitted(FRONTEND, twice), 100.0)
+    assert isinstance(output, EmitOutput)
+    (failed,) = output.output.failed
+    assert (failed.code, failed.message) == (FailureCode.INVALID, "prefix keys of 2 blocks name one of them twice")
+
+
+def test_a_result_that_waited_for_this_process_is_progress() -> None:
+    """The scheduler was stopped for longer than the step timeout; the worker answered long ago."""
+    core = started()
+    core.on_event(RequestSubmitted(FRONTEND, make_submit(1, [1], 5)), 100.0)
+    instructions = core.on_event(result(1, [0], [9]), 100.0 + 301.0)
+    assert core.figures.num_running == 1
+    assert [type(i).__name__ for i in instructions] == ["SendPlan", "EmitOutput"]
+
+
+def answer_with_logprobs(step: int, token: int) -> StepCompleted:
+    entry = RowLogprobs(0, -1.0, 1, pack_ints([3]), pack_floats([-1.0]))
+    return StepCompleted(StepResult(EPOCH, step, pack_ints([0]), pack_ints([token]), logprobs=(entry,)))
+
+
+@pytest.mark.parametrize(("asked", "told"), [(-1, 0), (0, 1), (1, 1)])
+def test_only_log_probabilities_that_were_asked_for_are_told(asked: int, told: int) -> None:
+    core = started()
+    core.on_event(RequestSubmitted(FRONTEND, make_submit(1, [1], 5, logprobs=asked)), 100.0)
+    output = core.on_event(answer_with_logprobs(1, 9), 100.0)[-1]
+    assert isinstance(output, EmitOutput)
+    assert len(output.output.logprobs) == told
+
+
+@pytest.mark.parametrize(
+    ("logprob", "top"), [(math.nan, [-1.0]), (-1.0, [math.nan]), (-1.0, [])], ids=["drawn", "top", "length"]
+)
+def test_log_probabilities_that_are_no_numbers_do_not_get_past_the_decoder(logprob: float, top: list[float]) -> None:
+    with pytest.raises(MalformedMessage):
+        RowLogprobs(0, logprob, 1, pack_ints([3]), pack_floats(top))
