@@ -63,19 +63,23 @@ class PrefixCache:
             self._index.publish(table[index], keys[index], parent, sequence.number)
             sequence.num_published = index + 1
 
-    def withdraw(self, sequence: Sequence) -> set[BlockId]:
-        """Let nothing be found any more that a sequence computed or found, nor what is chained on it.
+    def withdraw(self, faulty: Iterable[Sequence]) -> set[BlockId]:
+        """Let nothing be found any more that some sequences computed or found, nor what is chained on it.
 
         Returns:
-            The blocks that it computed itself, and those chained on them: who holds one must be recomputed.
+            The blocks that they computed themselves, and those chained on them: who holds one must be recomputed.
         """
-        keys = sequence.keys
-        own = next(
-            (i for i, key in enumerate(keys) if self._index.publisher_of(key) == sequence.number),
-            len(keys),
-        )
-        suspect = {entry.block for entry in self._index.withdraw(keys[own:])}
-        for block in suspect | {entry.block for entry in self._index.withdraw(keys[:own])}:
+        published: list[bytes] = []
+        found: list[bytes] = []
+        suspect: set[BlockId] = set()
+        for s in faulty:
+            own = s.num_cached // self._block_size  # 0 once it has left
+            published += [key for key in s.keys[own:] if self._index.publisher_of(key) == s.number]
+            if s.uses_cache:
+                found += s.keys
+            suspect.update(self._tables.table(s.number)[own:])
+        suspect.update(entry.block for entry in self._index.withdraw(published))
+        for block in suspect | {entry.block for entry in self._index.withdraw(found)}:
             self._pool.forget(block)
         return suspect
 

@@ -37,7 +37,7 @@ from octavo.scheduler.sequence import Request, Sequence, Status
 from octavo.scheduler.state import RequestTable
 from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import WorkerFacts
-from octavo.wire.ids import BlockId, SessionId
+from octavo.wire.ids import SessionId
 from octavo.wire.plan import FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, StepResult
 from octavo.wire.requests import (
     FailureCode,
@@ -384,16 +384,16 @@ class Scheduler:
 
     def _on_faults(self, matched: Matched, worker: _Worker) -> None:
         record = matched.record
-        suspect: set[BlockId] = set()
+        broken: list[Sequence] = []
         failing: list[tuple[Request, str]] = []
         again: list[Sequence] = []
         for index, fault in matched.faults.items():
             s = record.sequences[index]
             is_broken = fault == FAULT_NONFINITE_LOGITS
-            if is_broken:
+            if is_broken and record.step > s.void_through:  # else this happened when it was told to compute anew
+                broken.append(s)
                 for sibling in s.request.sequences:
                     sibling.publishes = False
-                suspect |= worker.planner.cache.withdraw(s)
             if not _still_counts(s, record.residencies[index], record):
                 continue
             # The broken blocks may be what it found: then it is given the chance to compute everything itself.
@@ -401,6 +401,7 @@ class Scheduler:
                 again.append(s)
             else:
                 failing.append((s.request, _FAULTS.get(fault, f"fault {fault}")))
+        suspect = worker.planner.cache.withdraw(broken)  # of all at once: one may have dropped what another published
         for request, reason in failing:
             self._fail(request, FailureCode.INTERNAL, reason)
         for s in again:

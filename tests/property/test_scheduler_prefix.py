@@ -146,11 +146,10 @@ class PrefixMachine(RuleBasedStateMachine):
         s = data.draw(st.sampled_from([*self.running, *self.ended]))
         s.publishes = False
         prefixes = [self.prefix(s, index) for index in range(len(s.keys))]
-        own = next(
-            (n for n, p in enumerate(prefixes) if p in self.found and self.found[p][1] == s.number), len(prefixes)
-        )
-        expected = {self.found[p][0] for p in self.chained_on(prefixes[own:])}
-        assert self.cache.withdraw(s) == expected
+        own = s.num_cached // self.size if s in self.running else 0
+        published = [p for p in prefixes[own:] if p in self.found and self.found[p][1] == s.number]
+        expected = {self.found[p][0] for p in self.chained_on(published)} | set(self.tables.table(s.number)[own:])
+        assert self.cache.withdraw([s]) == expected
         for prefix in self.chained_on(prefixes):
             del self.found[prefix]
 

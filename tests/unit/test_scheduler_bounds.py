@@ -91,7 +91,7 @@ def test_a_known_caller_is_not_passed_for_ever_by_new_ones() -> None:
 @pytest.mark.parametrize("num_choices", [1, 2])
 def test_a_replay_without_output_was_admitted_before_and_is_not_refused_for_load(num_choices: int) -> None:
     core = started(max_waiting_requests=1, max_num_seqs=1, max_requests_per_caller=1)
-    empty = [[]] * num_choices
+    empty: list[list[int]] = [[]] * num_choices
     for handle in (1, 2):
         message = make_submit(handle, [1, 2, 3], 2, num_choices=num_choices, output_ids=empty)
         core.on_event(RequestSubmitted(FRONTEND, message), 100.0)

@@ -169,5 +169,5 @@ def test_a_missing_trace_is_named(tmp_path: Path) -> None:
 def test_a_trace_without_a_request_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
-    with pytest.raises(BadTraffic, match="trace.jsonl: there is no request in it"):
+    with pytest.raises(BadTraffic, match=r"trace\.jsonl: there is no request in it"):
         list(read_trace(path))

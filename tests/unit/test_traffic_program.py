@@ -180,7 +180,7 @@ def help_of_options(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
 
 def test_help_says_what_each_option_is_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     options = help_of_options(capsys)
-    assert len(options) == 33
+    assert len(options) == 35
     for flag, words in options.items():
         assert len(words.split()) > 4, flag
         assert "(default" in words or flag in ("--trace", "--cost", "--check"), flag
@@ -229,7 +229,7 @@ def test_what_a_policy_may_read_is_there() -> None:
 
 def test_the_methods_of_a_policy_are_the_documents() -> None:
     table = DOCUMENT.partition("| method | says |")[2].partition("What a policy may read")[0]
-    found = {name: words for name, words in re.findall(r"`(\w+)\(([\w, ]*)\)`", table)}
+    found = dict(re.findall(r"`(\w+)\(([\w, ]*)\)`", table))
     methods = {name: value for name, value in vars(Policy).items() if inspect.isfunction(value)}
     assert found == {n: ", ".join(list(inspect.signature(m).parameters)[1:]) for n, m in methods.items()}
 

@@ -259,7 +259,7 @@ def test_a_policy_that_is_none_is_refused(name: str, reason: str) -> None:
 def test_a_setup_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigConflict, match="num_blocks is 1: it must be at least 2"):
         simulate([], small(num_blocks=1))
-    with pytest.raises(ConfigConflict, match="num_blocks is 2 and block_size 1: .* the pool holds 1 token"):
+    with pytest.raises(ConfigConflict, match=r"num_blocks is 2 and block_size 1: .* the pool holds 1 token"):
         Setup(num_blocks=2, block_size=1)
 
 
@@ -276,7 +276,7 @@ def test_refused_requests_are_counted() -> None:
     assert report["refused"] == {"queue_full": 22, "invalid": 1}
     assert (report["requests"], report["finished"]) == (31, 8)
     assert set(report["first_refusals"]) == {"queue_full", "invalid"}
-    assert "90 tokens" in report["first_refusals"]["invalid"] or "64" in report["first_refusals"]["invalid"]
+    assert "64" in report["first_refusals"]["invalid"]
 
 
 def test_a_flood_is_held_back_by_fairness_only() -> None:
