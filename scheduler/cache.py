@@ -1,6 +1,6 @@
 """The prefix cache of one worker: what a sequence finds when it enters, and what it leaves to be found."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import islice
 
 from octavo.scheduler.blocks import BlockPool
@@ -63,21 +63,22 @@ class PrefixCache:
             self._index.publish(table[index], keys[index], parent, sequence.number)
             sequence.num_published = index + 1
 
-    def withdraw(self, faulty: Iterable[Sequence]) -> set[BlockId]:
+    def withdraw(self, faulty: Collection[Sequence]) -> set[BlockId]:
         """Let nothing be found any more that some sequences computed or found, nor what is chained on it.
 
         Returns:
             The blocks that they computed themselves, and those chained on them: who holds one must be recomputed.
         """
-        published: list[bytes] = []
-        found: list[bytes] = []
-        suspect: set[BlockId] = set()
+        publisher_of = self._index.publisher_of
+        numbers = {s.number for s in faulty}
+        suspect = (
+            {block for block in self._tables.blocks_in_use() if publisher_of(block) in numbers} if numbers else set()
+        )
         for s in faulty:
-            own = s.num_cached // self._block_size  # 0 once it has left
-            published += [key for key in s.keys[own:] if self._index.publisher_of(key) == s.number]
-            if s.uses_cache:
-                found += s.keys
-            suspect.update(self._tables.table(s.number)[own:])
+            suspect.update(self._tables.table(s.number)[s.num_cached // self._block_size :])
+        published = [key for block in suspect if (key := self._index.key_of(block)) is not None]
+        published += [key for s in faulty for key in s.keys if self._index.publisher_of_key(key) == s.number]
+        found = [key for s in faulty if s.uses_cache for key in s.keys]
         suspect.update(entry.block for entry in self._index.withdraw(published))
         for block in suspect | {entry.block for entry in self._index.withdraw(found)}:
             self._pool.forget(block)

@@ -13,20 +13,20 @@ class Entry(NamedTuple):
     block: BlockId
     parent: bytes
     """Key of the block before it, or the root."""
-    publisher: int
-    """Number of the sequence that computed it."""
 
 
 class PrefixIndex:
     """Published blocks by key. Whether a block is in use is the pool's business.
 
     The law: a key names one block and a block has at most one key; a block is published when the plan that fills it is
-    built, is never written after that, and is dropped before it is given out anew.
+    built, is never written after that, and is dropped before it is given out anew. Who published a block is known for as
+    long as it holds the same tokens, found or not.
     """
 
     def __init__(self) -> None:
         self._entries: dict[bytes, Entry] = {}
         self._keys: dict[BlockId, bytes] = {}
+        self._publishers: dict[BlockId, int] = {}
         self._children: dict[bytes, bytes | set[bytes]] = {}  # parent -> the key chained on it; a set if several are
 
     def __len__(self) -> int:
@@ -48,8 +48,9 @@ class PrefixIndex:
         Raises:
             InvariantViolation: the block has another key.
         """
-        if self._entries.setdefault(key, entry := Entry(block, parent, publisher)) is not entry:
+        if self._entries.setdefault(key, entry := Entry(block, parent)) is not entry:
             return
+        self._publishers[block] = publisher
         if self._keys.setdefault(block, key) is not key:
             raise InvariantViolation(f"block {block} is published twice, under different keys")
         children = self._children.setdefault(parent, key)
@@ -66,21 +67,19 @@ class PrefixIndex:
         """Return a block's key, None if it cannot be found."""
         return self._keys.get(block)
 
-    def publisher_of(self, key: bytes) -> int | None:
-        """Return the number of the sequence that published a key's block, None if there is none."""
+    def publisher_of(self, block: BlockId) -> int | None:
+        """Return the number of the sequence that published what a block holds, even if it is found no more."""
+        return self._publishers.get(block)
+
+    def publisher_of_key(self, key: bytes) -> int | None:
+        """Return the number of the sequence that published a key's block, None if nothing is found by it."""
         entry = self._entries.get(key)
-        return entry.publisher if entry is not None else None
+        return None if entry is None else self._publishers[entry.block]
 
     def drop(self, block: BlockId) -> None:
-        """Let a block be found no more, if it was."""
-        if (key := self._keys.pop(block, None)) is None:
-            return
-        parent = self._entries.pop(key).parent
-        children = self._children[parent]
-        if isinstance(children, set) and len(children) > 1:
-            children.remove(key)
-        else:
-            del self._children[parent]
+        """Forget a block that is given out anew."""
+        self._publishers.pop(block, None)
+        self._hide(block)
 
     def withdraw(self, keys: Iterable[bytes]) -> list[Entry]:
         """Drop the blocks of some keys and all that is chained on these; return them."""
@@ -91,7 +90,7 @@ class PrefixIndex:
             children = self._children.get(key, ())
             left += (children,) if isinstance(children, bytes) else children
             if (found := self._entries.get(key)) is not None:
-                self.drop(found.block)
+                self._hide(found.block)
                 dropped.append(found)
         return dropped
 
@@ -111,6 +110,18 @@ class PrefixIndex:
         """
         if {key: entry.block for key, entry in self._entries.items()} != {key: b for b, key in self._keys.items()}:
             raise InvariantViolation(f"{len(self._entries)} keys and {len(self._keys)} published blocks differ")
+        if not self._keys.keys() <= self._publishers.keys():
+            raise InvariantViolation("a block was published by nobody")
         num_children = sum(len(c) if isinstance(c, set) else 1 for c in self._children.values())
         if num_children != len(self._entries) or any(e.parent not in self._children for e in self._entries.values()):
             raise InvariantViolation(f"{len(self._entries)} published blocks are chained, {num_children} are known so")
+
+    def _hide(self, block: BlockId) -> None:
+        if (key := self._keys.pop(block, None)) is None:
+            return
+        parent = self._entries.pop(key).parent
+        children = self._children[parent]
+        if isinstance(children, set) and len(children) > 1:
+            children.remove(key)
+        else:
+            del self._children[parent]

@@ -38,6 +38,10 @@ class BlockTables:
         """Return the blocks of a sequence, in the order of its tokens."""
         return self._tables.get(number, ())
 
+    def blocks_in_use(self) -> set[BlockId]:
+        """Return the blocks that tables name."""
+        return set().union(*self._tables.values())
+
     def is_protected(self, number: int) -> bool:
         """Say whether blocks are reserved for a sequence, so that its growth never fails."""
         return number in self._reserved

@@ -116,9 +116,8 @@ class Play:
         done = worker.pipeline.num_completed
         free = blocks(planner.pool.free_blocks())
         index = planner.cache._index
-        published = tuple(
-            sorted((blocks.one(e.block), key, self._name_of_number[e.publisher]) for key, e in index._entries.items())
-        )
+        published = tuple(sorted((blocks.one(e.block), key) for key, e in index._entries.items()))
+        publishers = tuple(sorted((blocks.one(b), self._name_of_number[n]) for b, n in index._publishers.items()))
         rows = (
             tuple(self._name_of_number[s.number] for s in planner.batch),
             tuple(planner.batch._free),
@@ -127,7 +126,18 @@ class Play:
         records = tuple(self._record_state(record, done) for record in worker.pipeline._records)
         sent = tuple(_plan_state(plan, blocks) for plan in driver.sent)
         results = tuple((r.row, r.token, r.fault_row) for r in driver.results)
-        return (order, clients, free, published, rows, records, sent, results, self._model_state(worker, blocks))
+        return (
+            order,
+            clients,
+            free,
+            published,
+            publishers,
+            rows,
+            records,
+            sent,
+            results,
+            self._model_state(worker, blocks),
+        )
 
     def _client_state(self, name: str, worker: _Worker | None, blocks: "_Names") -> Hashable:
         client = self.clients.get(name)
