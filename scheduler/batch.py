@@ -19,6 +19,7 @@ class Batch:
         self._running: dict[int, Sequence] = {}  # by sequence number, in order of entry
         self._free = [Row(row) for row in reversed(range(num_rows))]
         self._to_free: list[Row] = []
+        self._num_entered = 0
         self.version = 0
         """Changes whenever a sequence enters or leaves."""
 
@@ -36,7 +37,8 @@ class Batch:
     def enter(self, sequence: Sequence) -> None:
         """Give a sequence a row; `has_free_row` said that there is one."""
         self.version += 1
-        sequence.take_row(self._free.pop())
+        self._num_entered += 1
+        sequence.take_row(self._free.pop(), self._num_entered)
         self._running[sequence.number] = sequence
 
     def leave(self, sequence: Sequence, status: Status, newest_step: int) -> None:

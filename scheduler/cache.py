@@ -60,27 +60,31 @@ class PrefixCache:
                 self._num_hashes_left -= 1
                 keys.append(sequence.hash_block(index, self._block_size))
             parent = keys[index - 1] if index else sequence.request.prefix_root
-            self._index.publish(table[index], keys[index], parent, sequence.number)
+            self._index.publish(table[index], keys[index], parent, sequence.residency)
             sequence.num_published = index + 1
 
-    def withdraw(self, faulty: Collection[Sequence]) -> set[BlockId]:
-        """Let nothing be found any more that some sequences computed or found, nor what is chained on it.
+    def withdraw(self, faulty: Collection[tuple[Sequence, int]], suspects: Collection[Sequence]) -> set[BlockId]:
+        """Let nothing be found any more that some sequences computed, nor what is chained on it.
+
+        Args:
+            faulty: sequences and their stays in the batch (residencies) in which their values broke.
+            suspects: those of them that may have found broken blocks: what they found is dropped as well.
 
         Returns:
-            The blocks that they computed themselves, and those chained on them: who holds one must be recomputed.
+            The blocks that the faulty ones computed, and those chained on them: who holds one must be recomputed.
         """
-        publisher_of = self._index.publisher_of
-        numbers = {s.number for s in faulty}
-        suspect = (
-            {block for block in self._tables.blocks_in_use() if publisher_of(block) in numbers} if numbers else set()
-        )
-        for s in faulty:
-            suspect.update(self._tables.table(s.number)[s.num_cached // self._block_size :])
-        published = [key for block in suspect if (key := self._index.key_of(block)) is not None]
-        published += [key for s in faulty for key in s.keys if self._index.publisher_of_key(key) == s.number]
-        found = [key for s in faulty if s.uses_cache for key in s.keys]
-        suspect.update(entry.block for entry in self._index.withdraw(published))
-        for block in suspect | {entry.block for entry in self._index.withdraw(found)}:
+        if not faulty:
+            return set()
+        index, stays = self._index, {residency for _, residency in faulty}
+        suspect = {block for block in self._tables.blocks_in_use() if index.publisher_of(block) in stays}
+        for s, residency in faulty:
+            if s.residency == residency:
+                suspect.update(self._tables.table(s.number)[s.num_cached // self._block_size :])
+        published = [key for s, _ in faulty for key in s.keys if index.publisher_of_key(key) in stays]
+        published += [key for block in suspect if (key := index.key_of(block)) is not None]
+        suspect.update(entry.block for entry in index.withdraw(published))
+        found = index.withdraw(key for s in suspects for key in s.keys)
+        for block in suspect | {entry.block for entry in found}:
             self._pool.forget(block)
         return suspect
 

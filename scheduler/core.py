@@ -384,30 +384,34 @@ class Scheduler:
 
     def _on_faults(self, matched: Matched, worker: _Worker) -> None:
         record = matched.record
-        broken: list[Sequence] = []
+        broken: list[tuple[Sequence, int]] = []
         failing: list[tuple[Request, str]] = []
         again: list[Sequence] = []
+        suspects: list[Sequence] = []
         for index, fault in matched.faults.items():
-            s = record.sequences[index]
-            is_broken = fault == FAULT_NONFINITE_LOGITS
-            if is_broken and record.step > s.void_through:  # else this happened when it was told to compute anew
-                broken.append(s)
-                for sibling in s.request.sequences:
-                    sibling.publishes = False
-            if not _still_counts(s, record.residencies[index], record):
+            s, residency = record.sequences[index], record.residencies[index]
+            if is_broken := fault == FAULT_NONFINITE_LOGITS:
+                broken.append((s, residency))
+                if s.uses_cache and record.step > s.void_through:
+                    suspects.append(s)
+                if abs(s.residency) == residency:
+                    for sibling in s.request.sequences:
+                        sibling.publishes = False
+            if not _still_counts(s, residency, record):
                 continue
             # The broken blocks may be what it found: then it is given the chance to compute everything itself.
-            if is_broken and s.uses_cache and (s.num_cached > 0 or s.residency != record.residencies[index]):
+            if is_broken and s.uses_cache and (s.num_cached > 0 or s.residency != residency):
                 again.append(s)
             else:
                 failing.append((s.request, _FAULTS.get(fault, f"fault {fault}")))
-        suspect = worker.planner.cache.withdraw(broken)  # of all at once: one may have dropped what another published
+        # Of all at once: one may have dropped what another published.
+        suspect_blocks = worker.planner.cache.withdraw(broken, suspects)
         for request, reason in failing:
             self._fail(request, FailureCode.INTERNAL, reason)
         for s in again:
             s.uses_cache = False
             self._recompute(s, worker)
-        for holder in worker.planner.holders(suspect):
+        for holder in worker.planner.holders(suspect_blocks):
             self._recompute(holder, worker)
 
     def _recompute(self, sequence: Sequence, worker: _Worker) -> None:

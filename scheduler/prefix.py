@@ -19,8 +19,8 @@ class PrefixIndex:
     """Published blocks by key. Whether a block is in use is the pool's business.
 
     The law: a key names one block and a block has at most one key; a block is published when the plan that fills it is
-    built, is never written after that, and is dropped before it is given out anew. Who published a block is known for as
-    long as it holds the same tokens, found or not.
+    built, is never written after that, and is dropped before it is given out anew. In which stay of a sequence in the
+    batch it was published is known for as long as it holds the same tokens, found or not.
     """
 
     def __init__(self) -> None:
@@ -68,11 +68,11 @@ class PrefixIndex:
         return self._keys.get(block)
 
     def publisher_of(self, block: BlockId) -> int | None:
-        """Return the number of the sequence that published what a block holds, even if it is found no more."""
+        """Return the stay in the batch in which a block's content was published, even if it is found no more."""
         return self._publishers.get(block)
 
     def publisher_of_key(self, key: bytes) -> int | None:
-        """Return the number of the sequence that published a key's block, None if nothing is found by it."""
+        """Return the stay in the batch in which a key's block was published, None if nothing is found by it."""
         entry = self._entries.get(key)
         return None if entry is None else self._publishers[entry.block]
 

@@ -118,7 +118,8 @@ class Sequence:
     num_blocks_sent: int = 0
     """Blocks of its table that the worker has been told."""
     residency: int = 0
-    """Counts the rows it has had: the result of an earlier one confirms nothing of the present one."""
+    """Names its stay in the batch among all of an epoch, or, negative, the one that ended: what is drawn or published in
+    one stay says nothing of another."""
     newest_step: int = 0
     """No plan of this epoch after this one names it; of use while it waits."""
     void_through: int = 0
@@ -176,10 +177,11 @@ class Sequence:
             ids = self.request.prompt_ids[4 * begin :][: 4 * block_size] + pack_ints(self.output_ids[: max(0, end)])
         return block_key(self.keys[index - 1] if index else self.request.prefix_root, ids)
 
-    def take_row(self, row: Row) -> None:
+    def take_row(self, row: Row, residency: int) -> None:
         """Enter the batch."""
         self.status = Status.RUNNING
         self.row = row
+        self.residency = residency
 
     def leave_row(self, status: Status, newest_step: int) -> None:
         """Leave the batch; nothing is computed any more, tokens that outstanding plans draw still count."""
@@ -189,7 +191,7 @@ class Sequence:
         self.num_planned = self.num_confirmed = self.num_blocks_sent = self.num_fast = 0
         self.num_published = self.num_cached = 0
         self.newest_step = newest_step
-        self.residency += 1
+        self.residency = -self.residency
 
     def void_draws(self, through: int) -> None:
         """Let nothing count that plans up to `through` would still draw."""

@@ -52,8 +52,8 @@ def _refcount() -> AbstractContextManager[None]:
 def _withdrawal() -> AbstractContextManager[None]:
     """A faulting row's blocks can still be found, and whoever holds them goes on with them."""
 
-    def make(_: object) -> Callable[[PrefixCache, Iterable[Sequence]], set[BlockId]]:
-        return lambda cache, faulty: set()
+    def make(_: object) -> Callable[[PrefixCache, object, object], set[BlockId]]:
+        return lambda cache, faulty, suspects: set()
 
     return _replaced(PrefixCache, "withdraw", make)
 

@@ -113,7 +113,7 @@ class PrefixMachine(RuleBasedStateMachine):
         if self.tables.num_wanted(s.num_known, hits) > self.tables.num_available:
             del self.running[s]
             return
-        s.take_row(Row(0))
+        s.take_row(Row(0), s.number)
         self.tables.begin(s.number, hits)
         s.num_cached = s.num_planned = s.num_confirmed = len(hits) * self.size
         s.num_published = len(hits)
@@ -149,7 +149,7 @@ class PrefixMachine(RuleBasedStateMachine):
         own = s.num_cached // self.size if s in self.running else 0
         published = [p for p in prefixes[own:] if p in self.found and self.found[p][1] == s.number]
         expected = {self.found[p][0] for p in self.chained_on(published)} | set(self.tables.table(s.number)[own:])
-        assert self.cache.withdraw([s]) == expected
+        assert self.cache.withdraw([(s, s.number)], [s]) == expected
         for prefix in self.chained_on(prefixes):
             del self.found[prefix]
 

@@ -117,7 +117,10 @@ class Play:
         free = blocks(planner.pool.free_blocks())
         index = planner.cache._index
         published = tuple(sorted((blocks.one(e.block), key) for key, e in index._entries.items()))
-        publishers = tuple(sorted((blocks.one(b), self._name_of_number[n]) for b, n in index._publishers.items()))
+        stays = [(s, s.residency) for s in planner.batch]
+        stays += [pair for r in worker.pipeline._records for pair in zip(r.sequences, r.residencies, strict=True)]
+        names = {stay: (self._name_of_number[s.number], stay == s.residency) for s, stay in stays}
+        publishers = tuple(sorted((blocks.one(b), names.get(n, ("", False))) for b, n in index._publishers.items()))
         rows = (
             tuple(self._name_of_number[s.number] for s in planner.batch),
             tuple(planner.batch._free),

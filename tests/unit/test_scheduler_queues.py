@@ -71,7 +71,7 @@ def test_what_does_not_wait_cannot_be_taken_out() -> None:
 
 def test_the_check_of_the_queue_can_fail() -> None:
     queue, sequences = queue_of("fcfs", ("a", 0), ("a", 0))
-    sequences[0].take_row(Row(0))
+    sequences[0].take_row(Row(0), 1)
     with pytest.raises(InvariantViolation, match="does not wait"):
         queue.check()
     sequences[0].status, sequences[0].row = Status.WAITING, None
