@@ -94,6 +94,11 @@ class Scheduler:
         return self._worker is not None and len(self._worker.pipeline) > 0
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way: no request, and no plan."""
+        return not self.has_outstanding_plans and len(self._requests) == 0
+
+    @property
     def next_timer(self) -> float | None:
         """When `on_events` must be called again at the latest, with no event if there is none."""
         timers = [self._deadlines.next, self._step_timeout_at, self._recovery_timeout_at]
@@ -348,7 +353,7 @@ class Scheduler:
             sequences, residencies = [sequences[i] for i in good], [residencies[i] for i in good]
         self._fail_wrong_ids(record, sequences, residencies, tokens)
         for index, logprobs in matched.logprobs.items():
-            if _still_counts(record.sequences[index], record.residencies[index], record):
+            if record.counts(record.sequences[index], record.residencies[index]):
                 self._outputs.emit_logprobs(record.sequences[index], logprobs)
         for s in record.first_draws:
             s.first_token_at = s.first_token_at or now
@@ -376,7 +381,7 @@ class Scheduler:
         if not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size):
             return
         for s, residency, token in zip(sequences, residencies, tokens, strict=True):
-            if not 0 <= token < vocab_size and _still_counts(s, residency, record):
+            if not 0 <= token < vocab_size and record.counts(s, residency):
                 wrong = f"the worker drew id {token}, outside [0, {vocab_size})"
                 self._fail(s.request, FailureCode.INTERNAL, wrong)
 
@@ -397,7 +402,7 @@ class Scheduler:
                 if abs(s.residency) == residency:
                     for sibling in s.request.sequences:
                         sibling.publishes = False
-            if not _still_counts(s, residency, record):
+            if not record.counts(s, residency):
                 continue
             # The broken blocks may be what it found: then it is given the chance to compute everything itself.
             if is_broken and s.uses_cache and (s.num_cached > 0 or s.residency != residency):
@@ -491,10 +496,3 @@ class Scheduler:
             self._num_cached_prompt_tokens += num_cached
             self._requests.mark_started(sequence.request)
             self._outputs.start(sequence.request, num_cached, now)
-
-
-def _still_counts(sequence: Sequence, residency: int, record: PlanRecord) -> bool:
-    """Say whether what a plan draws for a sequence, which had the row of that residency, still counts."""
-    return sequence.residency == residency or (
-        sequence.status is not Status.FINISHED and record.step > sequence.void_through
-    )

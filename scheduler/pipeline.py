@@ -38,6 +38,12 @@ class PlanRecord:
     first_draws: list[Sequence]
     """Sequences that draw their first token, perhaps: who was preempted draws its next one."""
 
+    def counts(self, sequence: Sequence, residency: int) -> bool:
+        """Say whether what the plan draws for a sequence, in that stay in the batch, still counts."""
+        return sequence.residency == residency or (
+            sequence.status is not Status.FINISHED and self.step > sequence.void_through
+        )
+
 
 class Matched(NamedTuple):
     """A result and its record; `tokens` are those of the sequences that did not fault, in order."""

@@ -135,7 +135,7 @@ class Service:
         return self.sessions.peers.by_session(SessionId(session))
 
     def _check_when_idle(self, now: float, happened: bool) -> None:
-        is_idle = not self.core.has_outstanding_plans and self.core.figures.num_requests == 0
+        is_idle = self.core.is_idle
         violation = self._idle_check.turn(now, happened=happened, idle=is_idle)
         if violation is not None:
             _log.error("the idle scheduler contradicts itself: %s", violation)

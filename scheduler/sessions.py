@@ -319,7 +319,7 @@ class Sessions:
             return
         self._events.append(WorkerLost(peer.session.id, reason))
         for frontend in self.peers.frontends:
-            self.send(frontend, WorkerState(False, reason))
+            self.send(frontend, WorkerState(False, f"the worker is lost ({reason}); requests wait for the next one"))
 
 
 def _role(hello: FrontendHello | WorkerHello) -> str:

@@ -345,7 +345,7 @@ class SimFrontend(Process):
             return
         if (objection := self._objection(job, event)) is not None:
             raise Violation(f"job {job.handle} failed with {event}: {objection}")
-        self.world.stats["replays refused"] += event.code is FailureCode.QUEUE_FULL and job.num_received > 0
+        self.world.stats["replays refused"] += event.code is FailureCode.QUEUE_FULL and job.is_replay
         self._end(job, f"failed {event.code.name}")
 
     def _objection(self, job: Job, event: RequestFailed) -> str | None:

@@ -95,10 +95,16 @@ class Job:
     started_in: int = 0
     """Session in which its start was told."""
     outcome: str | None = None
+    num_sent: int = 0
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether it was sent before: then it has been taken up, even if no id has come of it."""
+        return self.num_sent > 1
 
     def to_request(self, facts: ServiceFacts, now: float) -> SubmitRequest:
         """Return what begins it, or goes on with it."""
-        is_replay = any(choice.ids or choice.is_finished for choice in self.choices)
+        self.num_sent += 1
         is_shared = facts.prefix_caching and self.root
         return SubmitRequest(
             handle=self.handle,
@@ -107,7 +113,7 @@ class Job:
             max_tokens=self.max_tokens,
             sampling=self.sampling,
             stop_token_ids=pack_ints(self.stop_ids),
-            output_ids=tuple(choice.ids.tobytes() for choice in self.choices) if is_replay else (),
+            output_ids=tuple(choice.ids.tobytes() for choice in self.choices) if self.is_replay else (),
             finished_choices=pack_ints(i for i, choice in enumerate(self.choices) if choice.is_finished),
             deadline_s=None if self.deadline_s is None else max(0.0, self.submitted_at + self.deadline_s - now),
             caller=self.caller,

@@ -69,6 +69,9 @@ class PlayedChannel:
         return 1
 
 
+LOST = "the worker is lost (the peer is gone); requests wait for the next one"
+
+
 class Stage:
     """Sessions, and the peers that the test plays."""
 
@@ -171,7 +174,7 @@ def test_a_peer_that_cannot_be_reached_is_lost_at_the_next_heartbeat(stage: Stag
     stage.channel.gone.add(b"w")
     stage.pass_time(0.0)
     assert stage.events() == [WorkerLost(stage.session(b"w"), "the peer is gone")]
-    assert (b"f", WorkerState(False, "the peer is gone")) in stage.take_sent()
+    assert (b"f", WorkerState(False, LOST)) in stage.take_sent()
 
 
 def test_a_second_worker_is_refused_or_waits_or_takes_over(stage: Stage) -> None:
@@ -189,7 +192,7 @@ def test_a_second_worker_is_refused_or_waits_or_takes_over(stage: Stage) -> None
     stage.hello(b"w2", other)
     assert stage.events() == [WorkerLost(old, "the peer is gone"), WorkerReady(stage.session(b"w2"), make_facts())]
     states = [message for _, message in stage.take_sent() if isinstance(message, WorkerState)]
-    assert states == [WorkerState(False, "the peer is gone"), WorkerState(True)]
+    assert states == [WorkerState(False, LOST), WorkerState(True)]
 
 
 def test_a_worker_that_comes_back_by_itself_takes_its_own_place(stage: Stage) -> None:
