@@ -87,3 +87,10 @@ def test_a_priority_is_told_only_where_it_is_taken(policy: str, taken: bool) -> 
     """A stream goes on when the next scheduler has another policy."""
     facts = msgspec.structs.replace(FACTS, scheduling_policy=policy, takes_priorities=taken)
     assert make_journal(priority=-7).to_request(1, None, facts).priority == (-7 if taken else 0)
+
+
+def test_what_was_sent_before_goes_on_even_if_no_id_has_come() -> None:
+    """The next scheduler must not refuse it for load: it was taken up, and its stream may have begun."""
+    journal = make_journal(sampling={"n": 2})
+    assert journal.to_request(1, None, FACTS).output_ids == ()
+    assert journal.to_request(2, None, FACTS).output_ids == (b"", b"")
