@@ -2,7 +2,7 @@
 
 Running decodes of several callers' requests, a plan of two always outstanding; the fake worker only answers. Each
 figure is the median over steps of this thread's CPU time, and, beside it in the same run, a multiple of a fixed Python
-loop over as many rows, so that machines can be compared.
+loop over 256 rows, so that machines can be compared.
 """
 
 import argparse
@@ -11,8 +11,10 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
+from benchmarks._record import record
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.core import Scheduler
 from octavo.scheduler.events import RequestSubmitted, StepCompleted, WorkerReady
@@ -188,6 +190,7 @@ def main() -> None:
     """Print a JSON line for each setting."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--out", type=Path, help="file that the lines are appended to, with date, commit and device")
     parser.add_argument("--quick", action="store_true", help="only 256 and 1024 decodes")
     options = parser.parse_args()
     settings: list[tuple[str, int, dict[str, int | str]]] = [
@@ -203,7 +206,10 @@ def main() -> None:
             ("step_16_decodes", 16, {}),
         ]
     for name, num_rows, more in settings:
-        print(json.dumps(measure(name, num_rows, options.steps, **more)), flush=True)
+        line = measure(name, num_rows, options.steps, **more)
+        print(json.dumps(line), flush=True)
+        if options.out is not None:
+            record(options.out, "benchmarks/scheduler_step.py", [line])
 
 
 if __name__ == "__main__":
