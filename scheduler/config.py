@@ -34,7 +34,7 @@ class SchedulerConfig:
     pipeline_depth: int = 2
     """Plans that may be outstanding at the worker."""
     max_waiting_requests: int = 1024
-    """Requests that may wait for their first step."""
+    """Requests that may wait for their first step; with max_num_seqs, also the most that are held at all."""
     max_waiting_tokens: int = 4 * 2**20
     """Prompt tokens, times choices, of the requests that wait; a single request may exceed it when none waits."""
     max_preemptions: int = 3
