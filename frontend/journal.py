@@ -32,7 +32,7 @@ class Journal:
         self._keyed_block_size = 0  # of _prefix_keys; 0: there are none yet
         self._caller = caller
         self._trace = trace
-        self._was_sent = False
+        self.is_started = False  # a plan has named it: from then on it must not be refused for load, replayed or not
 
     @property
     def num_completion_tokens(self) -> int:
@@ -61,8 +61,6 @@ class Journal:
         """
         self.hash_prompt(facts)
         call = self.call
-        # What was sent before has been taken up, even if no id has come of it: it is not to be refused for load now.
-        is_replay, self._was_sent = self._was_sent, True
         return SubmitRequest(
             handle=handle,
             prompt_ids=call.prompt_ids,
@@ -70,7 +68,7 @@ class Journal:
             max_tokens=call.max_tokens,
             sampling=call.params.sampling,
             stop_token_ids=pack_ints(sorted(call.params.ending_ids)),
-            output_ids=tuple(pack_ints(ids) for ids in self.outputs) if is_replay else (),
+            output_ids=tuple(pack_ints(ids) for ids in self.outputs) if self.is_started else (),
             finished_choices=pack_ints(sorted(self.finished)),
             deadline_s=deadline_s,
             caller=self._caller,

@@ -212,7 +212,7 @@ class Stream:
         return self.choices[index]
 
     def _start(self) -> None:
-        self.started = True
+        self.started = self.journal.is_started = True
         self._marks.append(self._loop.time())
         self._wake()
 

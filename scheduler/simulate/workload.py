@@ -95,16 +95,14 @@ class Job:
     started_in: int = 0
     """Session in which its start was told."""
     outcome: str | None = None
-    num_sent: int = 0
 
     @property
     def is_replay(self) -> bool:
-        """Whether it was sent before: then it has been taken up, even if no id has come of it."""
-        return self.num_sent > 1
+        """Whether it has started in any session: from then on it must not be refused for load."""
+        return self.started_in != 0
 
     def to_request(self, facts: ServiceFacts, now: float) -> SubmitRequest:
         """Return what begins it, or goes on with it."""
-        self.num_sent += 1
         is_shared = facts.prefix_caching and self.root
         return SubmitRequest(
             handle=self.handle,

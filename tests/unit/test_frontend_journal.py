@@ -89,8 +89,9 @@ def test_a_priority_is_told_only_where_it_is_taken(policy: str, taken: bool) -> 
     assert make_journal(priority=-7).to_request(1, None, facts).priority == (-7 if taken else 0)
 
 
-def test_what_was_sent_before_goes_on_even_if_no_id_has_come() -> None:
-    """The next scheduler must not refuse it for load: it was taken up, and its stream may have begun."""
+def test_what_has_started_goes_on_even_if_no_id_has_come() -> None:
+    """The next scheduler must not refuse it for load: its caller has been told that it started."""
     journal = make_journal(sampling={"n": 2})
-    assert journal.to_request(1, None, FACTS).output_ids == ()
-    assert journal.to_request(2, None, FACTS).output_ids == (b"", b"")
+    assert [journal.to_request(handle, None, FACTS).output_ids for handle in (1, 2)] == [(), ()]
+    journal.is_started = True
+    assert journal.to_request(3, None, FACTS).output_ids == (b"", b"")

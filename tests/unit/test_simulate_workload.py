@@ -67,6 +67,7 @@ def test_jobs_fit_the_service_unless_they_are_wrong(seed: int) -> None:
         assert decode_from_peer(encode(request, 1, 1))[1] == request
         assert len(request.prefix_keys) == (len(job.prompt) // 4 * KEY_BYTES if job.root else 0)
         assert request.output_ids == (), "it begins"
+        job.started_in = 7
         request = job.to_request(FACTS, job.submitted_at)
         assert request.output_ids, "it goes on, whether or not ids have come of it"
         assert list(unpack_ints(request.output_ids[0])) == list(job.choices[0].ids)
