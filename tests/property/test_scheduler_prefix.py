@@ -40,6 +40,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.num_done: dict[Sequence, int] = {}  # blocks that have been published, or were there already
         self.content: dict[BlockId, list[int]] = {}
         self.found: dict[Prefix, tuple[BlockId, int]] = {}  # with the number of the publisher
+        self.publisher: dict[BlockId, int] = {}  # of what a block holds, found or not
 
     # The model
 
@@ -57,6 +58,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def forget_blocks(self, blocks: Iterable[BlockId]) -> None:
         gone = set(blocks)
+        self.publisher = {block: number for block, number in self.publisher.items() if block not in gone}
         self.found = {prefix: entry for prefix, entry in self.found.items() if entry[0] not in gone}
 
     def compute(self, s: Sequence, end: int) -> None:
@@ -84,7 +86,8 @@ class PrefixMachine(RuleBasedStateMachine):
             return
         table = self.tables.table(s.number)
         for index in range(self.num_done.get(s, s.num_cached // self.size), s.num_planned // self.size):
-            self.found.setdefault(self.prefix(s, index), (table[index], s.number))
+            if self.found.setdefault(self.prefix(s, index), (table[index], s.number))[0] == table[index]:
+                self.publisher[table[index]] = s.number
             self.num_done[s] = index + 1  # once: what is withdrawn later stays so
 
     def chained_on(self, prefixes: list[Prefix]) -> set[Prefix]:
@@ -146,11 +149,13 @@ class PrefixMachine(RuleBasedStateMachine):
         s = data.draw(st.sampled_from([*self.running, *self.ended]))
         s.publishes = False
         prefixes = [self.prefix(s, index) for index in range(len(s.keys))]
-        own = s.num_cached // self.size if s in self.running else 0
-        published = [p for p in prefixes[own:] if p in self.found and self.found[p][1] == s.number]
-        expected = {self.found[p][0] for p in self.chained_on(published)} | set(self.tables.table(s.number)[own:])
+        in_use = {block for other in self.running for block in self.tables.table(other.number)}
+        computed = {block for block in in_use if self.publisher.get(block) == s.number}
+        computed |= set(self.tables.table(s.number)[s.num_cached // self.size :])
+        published = [p for p, (block, number) in self.found.items() if number == s.number or block in computed]
+        expected = computed | {self.found[p][0] for p in self.chained_on(published)}
         assert self.cache.withdraw([(s, s.number)], [s]) == expected
-        for prefix in self.chained_on(prefixes):
+        for prefix in self.chained_on([*prefixes, *published]):
             del self.found[prefix]
 
     @rule()
