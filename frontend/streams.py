@@ -85,7 +85,6 @@ class Stream:
         self.journal = journal
         self.deadline = deadline
         self.num_cached_tokens = 0
-        self.started = False
         self.error: ServiceError | None = None
         self.interrupt: Callable[[], object] | None = None
         params = journal.call.params
@@ -148,6 +147,11 @@ class Stream:
         self._finish_full_choices()
         if not self.ended:
             self._link.submit(self.journal.to_request(self.handle, left, facts))
+
+    @property
+    def started(self) -> bool:
+        """Whether a plan has named the request, in this or an earlier session."""
+        return self.journal.is_started
 
     def on_started(self, event: RequestStarted) -> None:
         """The first plan names the request; said again after a replay, when only the first counts."""
@@ -212,7 +216,7 @@ class Stream:
         return self.choices[index]
 
     def _start(self) -> None:
-        self.started = self.journal.is_started = True
+        self.journal.is_started = True
         self._marks.append(self._loop.time())
         self._wake()
 

@@ -4,7 +4,7 @@ from octavo.scheduler.config import Limits, SchedulerConfig
 from octavo.scheduler.policy import POLICIES
 from octavo.scheduler.state import RequestTable
 from octavo.wire.columns import column_length, unpack_ints
-from octavo.wire.prefix import KEY_BYTES
+from octavo.wire.prefix import split_keys
 from octavo.wire.requests import FailureCode, RequestFailed, SubmitRequest
 
 RETRY_AFTER_S = 1.0
@@ -84,11 +84,10 @@ def _key_error(message: SubmitRequest, limits: Limits) -> str | None:
     if not message.prefix_root:
         return None
     expected = column_length(message.prompt_ids) // limits.block_size
-    if len(message.prefix_keys) != expected * KEY_BYTES:
-        found = len(message.prefix_keys) // KEY_BYTES
-        return f"prefix keys of {found} blocks, the prompt fills {expected} of {limits.block_size} tokens"
-    keys = message.prefix_keys
-    if len({keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)}) != expected:
+    keys = split_keys(message.prefix_keys)
+    if len(keys) != expected:
+        return f"prefix keys of {len(keys)} blocks, the prompt fills {expected} of {limits.block_size} tokens"
+    if len(set(keys)) != expected:
         return f"prefix keys of {expected} blocks name one of them twice"  # as its table then would
     return None
 

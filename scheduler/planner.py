@@ -246,9 +246,7 @@ class Planner:
         return None
 
     def _enter(self, s: Sequence, hits: list[BlockId], draft: Draft) -> None:
-        self._waiting.remove(s)
-        self.batch.enter(s)
-        self._policy.on_entered(s)
+        self._take_row(s)
         num_reserved = self.tables.blocks_for(s.plan_limit) - len(hits) if self._needs_protection(s) else None
         self.tables.begin(s.number, hits, num_reserved)
         s.num_cached = s.num_planned = s.num_confirmed = len(hits) * self.limits.block_size
@@ -260,6 +258,11 @@ class Planner:
         self.cache.publish(s, s.num_planned)
         if s.num_planned == s.num_prompt and s.request.held:
             self._release_siblings(s, draft)
+
+    def _take_row(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        self.batch.enter(sequence)
+        self._policy.on_entered(sequence)
 
     def _num_missing(self, sequence: Sequence, hits: list[BlockId], num_owed: int) -> int:
         """Return how many blocks too few there are to admit a sequence."""
@@ -288,21 +291,18 @@ class Planner:
         for sibling in siblings:
             sibling.status = Status.WAITING
             self._waiting.add(sibling)
-        leader.num_fast = min(len(self.tables.table(leader.number)) * self.limits.block_size, leader.plan_limit)
-        if self._needs_protection(leader) or leader.num_planned != leader.num_expected - 1:
+        if self._needs_protection(leader):
             return
         num_owed = self._num_owed_blocks()
         for sibling in siblings:
             num_owed += 1  # its next token takes a block, a copy of the last one or a new one
             has_room = self.batch.has_free_row and num_owed <= self.tables.num_available
-            if not has_room or self._needs_protection(sibling) or self._waiting.head is not sibling:
+            if not has_room or self._waiting.head is not sibling:
                 return
             self._fork(leader, sibling, draft)
 
     def _fork(self, source: Sequence, target: Sequence, draft: Draft) -> None:
-        self._waiting.remove(target)
-        self.batch.enter(target)
-        self._policy.on_entered(target)
+        self._take_row(target)
         self.tables.fork(source.number, target.number)
         target.num_planned, target.num_confirmed = source.num_planned, source.num_confirmed
         target.num_expected = target.num_known + 1

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from octavo.wire.columns import pack_ints
 from octavo.wire.ids import Handle, Row, SessionId
 from octavo.wire.plan import RowSampling
-from octavo.wire.prefix import KEY_BYTES, block_key
+from octavo.wire.prefix import block_key, split_keys
 from octavo.wire.requests import FinishReason
 
 
@@ -63,8 +63,7 @@ class Request:
     def split_keys(self) -> list[bytes]:
         """Return the keys of the prompt's blocks one by one, the same list at each call."""
         if not self._split_keys:
-            keys = self.prefix_keys
-            self._split_keys = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+            self._split_keys = split_keys(self.prefix_keys)
         return self._split_keys
 
     def forget_keys(self) -> None:

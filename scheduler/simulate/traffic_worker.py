@@ -4,15 +4,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from octavo.scheduler.policy.fair import OUTPUT_COST
 from octavo.scheduler.simulate.arrivals import Arrival, Integers
 from octavo.scheduler.simulate.cost import StepLoad
 from octavo.scheduler.simulate.traffic_prompts import STOP_ID
 from octavo.wire.columns import pack_ints, unpack_ints
 from octavo.wire.handshake import WorkerFacts
 from octavo.wire.plan import StepPlan, StepResult
-
-OUTPUT_COST = 2
-"""What one token of output counts as service; a token of a prompt counts 1, one that was found or recomputed 0."""
 
 
 @dataclass(slots=True)

@@ -53,6 +53,11 @@ def prompt_keys(root: bytes, prompt_ids: bytes, block_size: int) -> bytes:
     return b"".join(keys)
 
 
+def split_keys(keys: bytes) -> list[bytes]:
+    """Return keys that stand one after the other as a list."""
+    return [keys[begin : begin + KEY_BYTES] for begin in range(0, len(keys), KEY_BYTES)]
+
+
 def check_keys(root: bytes, keys: bytes) -> None:
     """Check the form of a request's keys; no root and no keys: it takes no part in the cache.
 
