@@ -1,6 +1,7 @@
 """The operations a backend offers, and the choice of one by name."""
 
-from typing import Protocol
+import importlib
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -45,8 +46,14 @@ class Ops(Protocol):
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
     ) -> Tensor:
-        """Rotate q and k, write k and v into the caches [num_blocks, B, nkv, d]; -> rotated q [T, nq, d]."""
+        """Norm (where weights [d] are given) and rotate q and k, write k and v into the caches [num_blocks, B, nkv, d].
+
+        -> rotated q [T, nq, d].
+        """
         ...
 
     def paged_attention(
@@ -58,8 +65,16 @@ class Ops(Protocol):
         query_start: Tensor,
         seq_lens: Tensor,
         scale: float,
+        *,
+        num_decodes: int = 0,
+        max_query_len: int | None = None,
+        window: int = 0,
+        softcap: float = 0.0,
     ) -> Tensor:
-        """[T, nq, d], caches, tables [R, max_blocks] int32, [R + 1] int32, [R] int32 -> [T, nq, d]."""
+        """[T, nq, d], caches, tables [R, max_blocks] int32, [R + 1] int32, [R] int32 -> [T, nq, d].
+
+        `num_decodes` and `max_query_len` say what the caller knows of the rows and change no result.
+        """
         ...
 
     def copy_blocks(self, key_cache: Tensor, value_cache: Tensor, src: Tensor, dst: Tensor) -> None:
@@ -106,14 +121,23 @@ class Ops(Protocol):
         ...
 
 
-_BACKENDS: dict[str, Ops] = {"cpu": cpu, "reference": reference}
+_MODULES = {
+    "cpu": cpu.__name__,
+    "reference": reference.__name__,
+    "triton": "octavo.kernels.gpu",  # imported when asked for: not every platform has Triton
+}
 
-BACKENDS = tuple(_BACKENDS)
+BACKENDS = tuple(_MODULES)
 """Names of the backends."""
 
 
 def get_ops(backend: str) -> Ops:
-    """Return the operations of a backend: "cpu" or "reference". Raises ValueError for any other name."""
-    if backend not in _BACKENDS:
+    """Return the operations of a backend.
+
+    Raises:
+        ValueError: there is no backend of that name.
+        ImportError: the backend is "triton" and Triton is not installed.
+    """
+    if backend not in _MODULES:
         raise ValueError(f"unknown kernel backend {backend!r}; known: {', '.join(BACKENDS)}")
-    return _BACKENDS[backend]
+    return cast(Ops, importlib.import_module(_MODULES[backend]))
