@@ -44,6 +44,7 @@ __all__ = [
 LINEAR_TILE_ROWS = 16
 QUERY_TILE = 8
 KEY_TILE = 64
+FLOAT8_MAX = 448.0
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -111,22 +112,38 @@ def rotary_and_write_kv(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
-    """Rotate queries and keys, then write keys and values to the cache in place.
+    """Normalise and rotate queries and keys, then write keys and values to the cache in place.
 
-    q [T, nq, d], k and v [T, nkv, d], positions [T] int64, cos_sin [max_positions, r] fp32 with r <= d (see
+    q [T, nq, d], k and v [T, nkv, d], positions [T] int64 or int32, cos_sin [max_positions, r] fp32 with r <= d (see
     ``rotary_cos_sin``), caches [num_blocks, B, nkv, d], slot_mapping [T] int64: block * B + offset, or -1 for a token
-    that writes nothing. Slots of one step are distinct. Halves are rotated against each other (NeoX style), in q's
-    dtype. Returns the rotated queries [T, nq, d].
+    that writes nothing. Slots of one step are distinct. Where q_norm or k_norm [d] is given, each head is first put
+    through ``rms_norm`` with it and eps (Qwen3). Halves are rotated against each other (NeoX style), in q's dtype.
+    Values of a float8_e4m3fn cache are limited to its largest finite ones first. Returns the rotated queries [T, nq, d].
     """
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps)[0]
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)[0]
     half = cos_sin.shape[-1] // 2
     rows = cos_sin[positions].to(q.dtype).unsqueeze(1)  # [T, 1, r]
     cos, sin = rows[..., :half], rows[..., half:]
     written = (slot_mapping >= 0).nonzero().squeeze(-1)
     slots = slot_mapping[written]
-    key_cache.flatten(0, 1)[slots] = rotate_half(k, cos, sin)[written].to(key_cache.dtype)
-    value_cache.flatten(0, 1)[slots] = v[written].to(value_cache.dtype)
+    # By block and offset, not through a flattened view: the cache may lie in memory in another order.
+    blocks, offsets = slots // key_cache.shape[1], slots % key_cache.shape[1]
+    key_cache[blocks, offsets] = _to_cache(rotate_half(k, cos, sin)[written], key_cache.dtype)
+    value_cache[blocks, offsets] = _to_cache(v[written], value_cache.dtype)
     return rotate_half(q, cos, sin)
+
+
+def _to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype is torch.float8_e4m3fn:
+        x = x.clamp(-FLOAT8_MAX, FLOAT8_MAX)  # versions of torch differ in what the conversion makes of larger values
+    return x.to(dtype)
 
 
 def copy_blocks(key_cache: Tensor, value_cache: Tensor, src: Tensor, dst: Tensor) -> None:
@@ -143,14 +160,25 @@ def paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     scale: float,
+    *,
+    num_decodes: int = 0,
+    max_query_len: int | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Causal attention of a mixed batch over paged keys and values.
 
     q [T, nq, d]; caches [num_blocks, B, nkv, d]; block_tables [R, max_blocks] int32; query_start [R + 1] int32: row r
     owns the queries ``query_start[r] : query_start[r + 1]``; seq_lens [R] int32: keys visible to the row's last query
-    (computed before plus new). Query i of the n of a row sees the first ``seq_len - n + i + 1`` keys. ``nq`` is a
-    multiple of ``nkv``; head h reads key head ``h // (nq / nkv)``. Slots at or behind a row's seq_len are never read.
+    (computed before plus new). Query i of the n of a row sees the first ``seq_len - n + i + 1`` keys, and of these only
+    the last ``window`` where window > 0. ``nq`` is a multiple of ``nkv``; head h reads key head ``h // (nq / nkv)``.
+    Scores are ``q . k * scale``, or ``softcap * tanh(q . k * scale / softcap)`` where softcap > 0. Slots at or behind a
+    row's seq_len are never read. Caches may have another dtype than q (fp8): their values count as they stand.
     Returns [T, nq, d]; queries that see no key, and tokens of no row, give zeros.
+
+    ``num_decodes`` says that so many rows come first that have exactly one query each (query i of row i is token i; a
+    row of padding has a seq_len of 0), ``max_query_len`` that no row has more queries: both are hints and change no
+    result.
 
     Each query is computed in a tile of 8 queries against tiles of 64 keys in ascending order with a running softmax
     (Milakov and Gimelshein 2018, arXiv 1805.02867); a tile that a query does not see leaves its bits as they were.
@@ -166,7 +194,8 @@ def paged_attention(
     tiles = padded[tokens].view(-1, QUERY_TILE, num_kv_heads, group, head_size)
     tiles = tiles.transpose(1, 2).reshape(-1, num_kv_heads, QUERY_TILE * group, head_size).float()
     visible = limits.repeat_interleave(group, dim=1)  # [tiles, 8 * group]
-    attended = _attend_tiles(tiles, visible, key_cache, value_cache, block_tables[rows].long(), scale)
+    tables = block_tables[rows].long()
+    attended = _attend_tiles(tiles, visible, key_cache, value_cache, tables, scale, window, softcap)
     attended = attended.view(-1, num_kv_heads, QUERY_TILE, group, head_size).transpose(1, 2).flatten(2, 3)
     out[tokens] = attended.to(q.dtype)
     return out[:num_tokens]
@@ -198,11 +227,19 @@ def _query_tiles(query_start: Tensor, seq_lens: Tensor, num_tokens: int) -> tupl
 
 
 def _attend_tiles(
-    q: Tensor, visible: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, scale: float
+    q: Tensor,
+    visible: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    tables: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     """Attend q [tiles, nkv, M, d] fp32, whose line m sees ``visible`` [tiles, M] keys of its table [tiles, blocks].
 
-    Tiles come with the most keys first, so those that still have keys are always a prefix.
+    Tiles come with the most keys first, so those that still have keys are always a prefix. Of its visible keys a line
+    sees only the last ``window`` where that is > 0.
     """
     num_tiles, num_kv_heads, lines, _ = q.shape
     block_size = key_cache.shape[1]
@@ -222,8 +259,14 @@ def _attend_tiles(
         gone = ~exists[:, None, :, None]
         k = keys_flat[slots].transpose(1, 2).float().masked_fill(gone, 0.0)  # [active, nkv, 64, d]
         v = values_flat[slots].transpose(1, 2).float().masked_fill(gone, 0.0)
-        hidden = (start + lane) >= visible[:active, None, :, None]  # [active, 1, M, 64]
-        scores = (torch.matmul(q[:active], k.transpose(2, 3)) * scale).masked_fill(hidden, float("-inf"))
+        limit = visible[:active, None, :, None]
+        hidden = (start + lane) >= limit  # [active, 1, M, 64]
+        if window > 0:
+            hidden = hidden | ((start + lane) < limit - window)
+        scores = torch.matmul(q[:active], k.transpose(2, 3)) * scale
+        if softcap > 0:
+            scores = _capped(scores, softcap)
+        scores = scores.masked_fill(hidden, float("-inf"))
         old = peak[:active]
         new = torch.maximum(old, scores.amax(dim=-1, keepdim=True))
         # A line that has seen no key yet keeps a peak of -inf; 0 in its place avoids inf - inf.
@@ -234,3 +277,9 @@ def _attend_tiles(
         acc[:active] = acc[:active] * decay + torch.matmul(weights, v)
         peak[:active] = new
     return torch.where(mass > 0, acc / mass, 0.0)
+
+
+def _capped(scores: Tensor, softcap: float) -> Tensor:
+    """Return ``softcap * tanh(scores / softcap)`` by the exponential, whose bits do not depend on a value's place."""
+    weight = torch.exp(scores.abs() * (-2.0 / softcap))  # in (0, 1]
+    return softcap * torch.sign(scores) * ((1.0 - weight) / (1.0 + weight))

@@ -6,19 +6,26 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Settings of one worker process; names are vLLM's where it has them."""
+    """Settings of one worker process; names are vLLM's where it has them.
+
+    What is None follows from the device: `octavo.worker.backends` says how.
+    """
 
     model_path: Path
     address: str  # the scheduler's
     device: str = "auto"  # auto (cuda where there is one, else cpu), cpu or cuda
-    backend: str = "auto"  # auto, or a name that octavo.kernels.ops.get_ops knows
+    backend: str = "auto"  # auto (triton on CUDA, else cpu), or a name that octavo.kernels.ops.get_ops knows
     dtype: str = "auto"  # auto: float32 on the CPU, the checkpoint's on a GPU
     block_size: int = 16  # tokens
     max_model_len: int | None = None  # None: the model's
-    max_num_seqs: int = 64  # rows
-    max_num_batched_tokens: int = 512  # most tokens of a step
+    max_num_seqs: int | None = None  # rows; None: 64 on the CPU, 256 on CUDA
+    max_num_batched_tokens: int | None = None  # most tokens of a step; None: 512 on the CPU, 8192 on CUDA
+    gpu_memory_utilization: float = 0.9  # share of a CUDA device that this process may take, above 0, at most 1
     num_gpu_blocks_override: int | None = None  # blocks of the KV cache, whatever the device
-    kv_cache_memory_bytes: int = 2**30
+    kv_cache_memory_bytes: int | None = None  # None: by utilisation on CUDA, 1 GiB on the CPU
+    kv_cache_dtype: str = "auto"  # auto: that of the model; fp8: float8_e4m3fn
+    enforce_eager: bool = False  # no CUDA graphs
+    batch_invariant: bool = False  # the bits of a row's result do not depend on the other rows
     load_format: str = "auto"  # auto (safetensors), or dummy (random)
     num_threads: int | None = None  # None: torch's default
     seed: int = 0  # of dummy weights

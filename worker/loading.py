@@ -1,4 +1,4 @@
-"""From a config to a runner that is ready: model, weights, cache, warm-up."""
+"""From a config to a runner that is ready: model, weights, profile, cache, warm-up."""
 
 import logging
 import time
@@ -8,18 +8,19 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
-from octavo.kernels.ops import get_ops
+from octavo.kernels.ops import Ops, get_ops
 from octavo.wire.columns import pack_ints
 from octavo.wire.handshake import WorkerFacts
 from octavo.wire.plan import FLAG_SAMPLE, NewRow, RowSampling, StepPlan
-from octavo.worker import kv_cache
+from octavo.worker import backends, kv_cache, memory
 from octavo.worker.config import WorkerConfig
 from octavo.worker.errors import MemoryShortage, StartError
+from octavo.worker.memory import in_words
+from octavo.worker.mirror import RowLimits
 from octavo.worker.models.config import ModelConfig, load_model_config
 from octavo.worker.models.decoder import Decoder
 from octavo.worker.models.layers import Placement, ShardSpec
-from octavo.worker.rows import RowLimits
-from octavo.worker.runner import Runner
+from octavo.worker.runner import EagerRunner, Runner
 from octavo.worker.weights import fill_dummy, load_weights
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 _PROGRESS_STEPS = 10
 _SETTINGS_END = 2**63
 _LOAD_FORMATS = ("auto", "dummy")
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_SMALLER_STEPS = "lower --max-num-batched-tokens or --max-num-seqs"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,33 @@ class LoadedWorker:
 
     runner: Runner
     facts: WorkerFacts
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """A config with everything decided that it leaves open."""
+
+    config: WorkerConfig
+    model: ModelConfig
+    backend: str
+    placement: Placement
+    cache: kv_cache.CacheSpec
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    valid_vocab: int  # ids that the tokenizer knows
+    shard: ShardSpec
+
+    def limits(self, num_blocks: int) -> RowLimits:
+        """Return what rows can hold with so many blocks."""
+        return RowLimits(
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            block_size=self.cache.block_size,
+            num_blocks=num_blocks,
+            vocab_size=self.model.vocab_size,
+        )
 
 
 def load(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWorker:
@@ -47,61 +75,122 @@ def load(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWor
 
     Raises:
         StartError: the config asks for something impossible, or the model folder is not as it should be.
+        MemoryShortage: the device has too little memory; the message names need, free and the flags to change.
     """
     started = time.monotonic()
-    _check_settings(config)
-    device = _device(config.device)
-    backend = _backend(config.backend, device)
-    ops = get_ops(backend)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    model_config = load_model_config(config.model_path)
-    valid_vocab = _valid_vocab(config, model_config)
-    max_model_len = _max_model_len(config, model_config)
-    placement = Placement(_dtype(config, model_config, device), device)
-    shard = ShardSpec()
-    _check_memory(model_config, max_model_len, placement)
-    model = Decoder(model_config, ops, placement, shard, max_model_len)
-    progress = _Progress(between_tensors)
-    if config.load_format == "dummy":
-        fill_dummy(model.targets(), config.seed, progress)
-    else:
-        load_weights(config.model_path, model.targets(), model.is_ignored, progress)
-    model.finish_loading()
-    caches = kv_cache.allocate(config, model_config, shard, placement)
-    limits = RowLimits(
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=config.block_size,
-        num_blocks=caches[0].keys.shape[0],
-        vocab_size=model_config.vocab_size,
-    )
-    runner = Runner(model, ops, caches, limits, device, valid_vocab)
-    _warm_up(runner)
-    facts = WorkerFacts(
-        num_blocks=limits.num_blocks,
-        block_size=limits.block_size,
-        vocab_size=limits.vocab_size,
-        max_model_len=max_model_len,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        backend=backend,
-        device=str(device),
-        dtype=str(placement.dtype).removeprefix("torch."),
-    )
+    chosen = _choose(config)
+    device, ops = chosen.placement.device, get_ops(chosen.backend)
+    _check_memory(chosen)
+    model = _load_model(chosen, ops, between_tensors)
+    loaded = time.monotonic()
+
+    def make_runner(num_blocks: int) -> Runner:
+        return _make_runner(chosen, model, ops, num_blocks)
+
+    measured = _profile(chosen, make_runner) if device.type == "cuda" else None
+    num_blocks = kv_cache.choose_num_blocks(config, chosen.cache, measured)
+    with memory.named_shortage(device, "the KV cache and the warm-up", "lower --gpu-memory-utilization"):
+        runner = make_runner(num_blocks)
+        between_tensors()
+        _warm_up(runner)
+    facts = _facts(chosen, num_blocks)
     logger.info(
-        "ready in %.1f s: %s, %d blocks of %d tokens, %s on %s, backend %s, %d threads",
+        "ready in %.1f s (%.1f s after the weights): %s, %d blocks of %d tokens (%s), %s on %s, backend %s, %d threads",
         time.monotonic() - started,
-        model_config.architecture,
-        limits.num_blocks,
-        limits.block_size,
+        time.monotonic() - loaded,
+        chosen.model.architecture,
+        num_blocks,
+        facts.block_size,
+        in_words(num_blocks * chosen.cache.block_bytes),
         facts.dtype,
         facts.device,
         facts.backend,
         torch.get_num_threads(),
     )
     return LoadedWorker(runner, facts)
+
+
+def _choose(config: WorkerConfig) -> _Choices:
+    """Check the config, the device and the model folder, and decide what is left open; nothing is allocated."""
+    _check_settings(config)
+    device = backends.choose_device(config.device)
+    if device.index is not None:
+        torch.cuda.set_device(device)  # kernels are launched on the current one
+    backend = backends.choose_backend(config, device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    model = load_model_config(config.model_path)
+    backends.check_head_size(backend, model.head_size)
+    dtype = backends.choose_dtype(config.dtype, model.dtype, device)
+    cache_dtype = backends.choose_cache_dtype(config.kv_cache_dtype, backend, device, dtype)
+    seqs, tokens = backends.step_limits(config, device)
+    shard = ShardSpec()
+    return _Choices(
+        config=config,
+        model=model,
+        backend=backend,
+        placement=Placement(dtype, device),
+        # One head's tokens side by side are what the attention of the GPU loads in one piece.
+        cache=kv_cache.spec_of(model, shard, config.block_size, cache_dtype, device, head_major=backend == "triton"),
+        max_model_len=_max_model_len(config, model),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        valid_vocab=_valid_vocab(config, model),
+        shard=shard,
+    )
+
+
+def _load_model(chosen: _Choices, ops: Ops, between_tensors: Callable[[], None]) -> Decoder:
+    config = chosen.config
+    progress = _Progress(between_tensors)
+    with memory.named_shortage(chosen.placement.device, "loading the weights", "choose a smaller model"):
+        model = Decoder(chosen.model, ops, chosen.placement, chosen.shard, chosen.max_model_len)
+        if config.load_format == "dummy":
+            fill_dummy(model.targets(), config.seed, progress)
+        else:
+            load_weights(config.model_path, model.targets(), model.is_ignored, progress)
+        model.finish_loading()
+    return model
+
+
+def _make_runner(chosen: _Choices, model: Decoder, ops: Ops, num_blocks: int) -> Runner:
+    caches = kv_cache.allocate(chosen.cache, num_blocks)
+    return EagerRunner(model, ops, caches, chosen.limits(num_blocks), chosen.placement.device, chosen.valid_vocab)
+
+
+def _profile(chosen: _Choices, make_runner: Callable[[int], Runner]) -> memory.DeviceMemory:
+    """Measure what weights and the largest step take; the runner that is tried has the smallest cache there is."""
+    device = chosen.placement.device
+    captures = chosen.backend == "triton" and not chosen.config.enforce_eager
+    with memory.named_shortage(device, "the largest step", _SMALLER_STEPS):
+        measured = memory.measure(
+            device,
+            lambda: make_runner(kv_cache.MIN_BLOCKS).profile(),
+            graphs=memory.GRAPH_BYTES if captures else 0,
+        )
+    logger.info(
+        "memory of %s: %s in all, %s free; weights %s, activations of the largest step %s",
+        device,
+        in_words(measured.total),
+        in_words(measured.free),
+        in_words(measured.weights),
+        in_words(measured.activations),
+    )
+    return measured
+
+
+def _facts(chosen: _Choices, num_blocks: int) -> WorkerFacts:
+    return WorkerFacts(
+        num_blocks=num_blocks,
+        block_size=chosen.cache.block_size,
+        vocab_size=chosen.model.vocab_size,
+        max_model_len=chosen.max_model_len,
+        max_num_seqs=chosen.max_num_seqs,
+        max_num_batched_tokens=chosen.max_num_batched_tokens,
+        backend=chosen.backend,
+        device=str(chosen.placement.device),
+        dtype=str(chosen.placement.dtype).removeprefix("torch."),
+    )
 
 
 class _Progress:
@@ -134,49 +223,30 @@ def _check_settings(config: WorkerConfig) -> None:
         value = getattr(config, name)
         if value is not None and not least <= value < _SETTINGS_END:
             raise StartError(f"{name} = {value}: expected {least} to {_SETTINGS_END - 1}")
+    if not 0.0 < config.gpu_memory_utilization <= 1.0:
+        raise StartError(f"gpu_memory_utilization = {config.gpu_memory_utilization}: expected above 0, at most 1")
     if config.load_format not in _LOAD_FORMATS:
         raise StartError(f"load_format {config.load_format!r} is unknown; there are {', '.join(_LOAD_FORMATS)}")
 
 
-def _check_memory(model: ModelConfig, max_model_len: int, placement: Placement) -> None:
-    needed = model.num_parameters * placement.dtype.itemsize
-    needed += max_model_len * model.head_size * torch.float32.itemsize  # the rotary table
-    free = kv_cache.free_bytes(placement.device)
+def _check_memory(chosen: _Choices) -> None:
+    """Refuse weights that cannot fit before any of them is allocated."""
+    config, device = chosen.config, chosen.placement.device
+    needed = chosen.model.num_parameters * chosen.placement.dtype.itemsize
+    needed += chosen.max_model_len * chosen.model.head_size * torch.float32.itemsize  # the rotary table
+    free, total = memory.free_and_total(device)
     if needed > free:
-        raise MemoryShortage(f"the weights need {needed} bytes on {placement.device}, {free} are free")
-
-
-def _backend(name: str, device: torch.device) -> str:
-    if name == "auto":
-        return "cpu" if device.type == "cpu" else "reference"
-    try:
-        get_ops(name)
-    except ValueError as error:
-        raise StartError(str(error)) from error
-    if name == "cpu" and device.type != "cpu":
-        raise StartError(f"backend {name!r} does not run on device {str(device)!r}; backend 'reference' does")
-    return name
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise StartError(f"device {name!r} is unknown; there are auto, cpu and cuda") from error
-    if device.type not in ("cpu", "cuda"):
-        raise StartError(f"device {name!r} is not supported; supported are cpu and cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise StartError(f"device {name!r} is not there: torch finds no CUDA device")
-    return device
-
-
-def _dtype(config: WorkerConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
-    name = ("float32" if device.type == "cpu" else model.dtype) if config.dtype == "auto" else config.dtype
-    if name not in _DTYPES:
-        raise StartError(f"dtype {config.dtype!r} is unknown; there are auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+        raise MemoryShortage(
+            f"the weights need {in_words(needed)} on {device}, {in_words(free)} of {in_words(total)} are free; "
+            "end other processes that use the memory, or choose a smaller model"
+        )
+    by_share = config.num_gpu_blocks_override is None and config.kv_cache_memory_bytes is None
+    budget = int(total * config.gpu_memory_utilization)
+    if device.type == "cuda" and by_share and needed + memory.CONTEXT_BYTES > budget:
+        raise MemoryShortage(
+            f"the weights need {in_words(needed)} and the CUDA context {in_words(memory.CONTEXT_BYTES)}, utilisation "
+            f"{config.gpu_memory_utilization:g} of {in_words(total)} is {in_words(budget)}; raise --gpu-memory-utilization"
+        )
 
 
 def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
@@ -213,7 +283,7 @@ def _warm_up(runner: Runner) -> None:
         limits.max_num_seqs > 1 and limits.num_blocks > kv_cache.MIN_BLOCKS
     ):
         runner.execute(_warm_up_plan(2, {0: 1, 1: prompt}, prompt))
-    runner.rows.clear()
+    runner.clear()
 
 
 def _warm_up_plan(step: int, counts: dict[int, int], prompt: int) -> StepPlan:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 
 import zmq
 
@@ -15,6 +16,9 @@ from octavo.worker.errors import PlanError
 from octavo.worker.runner import Runner
 
 logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 20e-6
+"""Between two looks at the GPU while it computes. The system makes about 70 us of it, which is little beside a step."""
 
 
 class WorkerIdentity:
@@ -66,6 +70,7 @@ class WorkerLoop:
             PeerRefused: the scheduler will not have this worker.
         """
         while not self._stop.requested():
+            self._send_results()
             self._wait()
             for event in self._peer.step():
                 if self._stop.requested():
@@ -77,7 +82,7 @@ class WorkerLoop:
                     case SessionEnded():
                         logger.warning("session with the scheduler ended: %s", event.reason)
                         self._forget()
-                    case StepPlan() if not self._execute(event):
+                    case StepPlan() if not (self._launch(event) and self._send_results()):
                         break
         self._peer.leave("the worker was told to stop")
 
@@ -86,24 +91,33 @@ class WorkerLoop:
         poller.register(self._peer.channel.socket, zmq.POLLIN)
         poller.register(self._peer.channel.monitor, zmq.POLLIN)
         poller.register(self._stop.fileno(), zmq.POLLIN)
+        if self._runner.num_in_flight:
+            # Nothing wakes a thread when a GPU has come so far: while it works, look often.
+            if not poller.poll(0):
+                time.sleep(LOOK_INTERVAL_S)
+            return
         # Without a session a Hello may be due earlier than a heartbeat.
         wait_s = HEARTBEAT_INTERVAL_S if self._peer.session_id is not None else HEARTBEAT_INTERVAL_S / 10
         poller.poll(int(wait_s * 1000))
 
-    def _execute(self, plan: StepPlan) -> bool:
-        """Execute a plan and send its result; False if this ended the session."""
+    def _launch(self, plan: StepPlan) -> bool:
+        """Start what a plan asks for; False if this ended the session."""
         try:
             if plan.epoch != self._peer.session_id or plan.step != self._last_step + 1:
                 raise PlanError(f"step {plan.step} of epoch {plan.epoch:x} came after step {self._last_step}")
-            result = self._runner.execute(plan)
+            self._runner.launch(plan)
         except PlanError as error:
             logger.error("plan refused, the session ends: %s", error)
             self._forget()
             self._peer.reset(str(error))
             return False
         self._last_step = plan.step
-        return self._peer.send(result)
+        return True
+
+    def _send_results(self) -> bool:
+        """Send the results that are there; False if this ended the session."""
+        return all(self._peer.send(result) for result in self._runner.take_results())
 
     def _forget(self) -> None:
-        self._runner.rows.clear()
+        self._runner.clear()
         self._last_step = 0

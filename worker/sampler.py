@@ -3,6 +3,8 @@
 Order: allowed ids, min_tokens and logit bias, penalties, temperature, min-p, top-k, top-p, then a draw whose noise
 depends on seed, choice and output position alone. Log-probabilities are of the raw logits. Rows that use none of this
 cost nothing more than the most likely id.
+
+`draw` only enqueues work on the device of the logits; `Drawn.collect` looks at what came of it, and waits on a GPU.
 """
 
 from copy import copy
@@ -15,32 +17,25 @@ from octavo.kernels.ops import Ops
 from octavo.kernels.sampling import GREEDY_BELOW
 from octavo.wire.columns import unpack_floats, unpack_ints
 from octavo.wire.plan import RowSampling
-from octavo.worker.errors import PlanError
+from octavo.worker.transfer import to_device, to_host
 
 _NEGATIVE_INFINITY = float("-inf")
 
 
 class RowSampler:
-    """One row's parameters, as tensors where they are lists of ids.
+    """One row's parameters, as tensors where they are lists of ids; the mirror has checked the ids."""
 
-    Raises (on construction):
-        PlanError: an id lies outside the vocabulary.
-    """
-
-    def __init__(self, parameters: RowSampling, choice: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, parameters: RowSampling, choice: int, device: torch.device) -> None:
         self.parameters = parameters
         self.choice = choice
 
-        def ids(column: bytes, what: str) -> Tensor:
-            values = unpack_ints(column)
-            if values and not (min(values) >= 0 and max(values) < vocab_size):
-                raise PlanError(f"{what} holds an id outside of [0, {vocab_size})")
-            return torch.tensor(values, dtype=torch.int64, device=device)
+        def ids(column: bytes) -> Tensor:
+            return to_device(unpack_ints(column), torch.int64, device)
 
-        self.stop_ids = ids(parameters.stop_token_ids, "stop_token_ids")
-        self.allowed_ids = ids(parameters.allowed_token_ids, "allowed_token_ids")
-        self.bias_ids = ids(parameters.logit_bias_ids, "logit_bias")
-        self.bias = torch.tensor(unpack_floats(parameters.logit_bias_values), dtype=torch.float32, device=device)
+        self.stop_ids = ids(parameters.stop_token_ids)
+        self.allowed_ids = ids(parameters.allowed_token_ids)
+        self.bias_ids = ids(parameters.logit_bias_ids)
+        self.bias = to_device(unpack_floats(parameters.logit_bias_values), torch.float32, device)
         self.is_greedy = parameters.temperature < GREEDY_BELOW
         self.has_filters = parameters.min_p > 0 or parameters.top_k > 0 or parameters.top_p < 1
         self.has_penalties = (
@@ -57,19 +52,31 @@ class RowSampler:
         """Say whether stop ids must not be drawn yet."""
         return num_output < self.parameters.min_tokens and self.stop_ids.numel() > 0
 
+    def is_plain(self, num_output: int) -> bool:
+        """Say whether nothing but the temperature decides, and nobody asks for log-probabilities."""
+        return not (
+            (self.has_filters and not self.is_greedy)
+            or self.has_penalties
+            or self.parameters.logprobs >= 0
+            or self.allowed_ids.numel()
+            or self.bias_ids.numel()
+            or self.holds_back_stops(num_output)
+        )
+
 
 @dataclass(frozen=True)
 class SamplingRow:
     """A row that samples in this step."""
 
     sampler: RowSampler
-    known_ids: Tensor  # [num_known] int64: prompt, then output
+    line: int  # of the ids: its own are the first num_known there, prompt, then output
     num_prompt: int
+    num_known: int
 
     @property
     def num_output(self) -> int:
         """Tokens of the output before the one to draw: its position."""
-        return self.known_ids.numel() - self.num_prompt
+        return self.num_known - self.num_prompt
 
 
 @dataclass(frozen=True)
@@ -91,34 +98,48 @@ class Sampled:
     logprobs: Logprobs | None = None
 
 
-def sample(ops: Ops, logits: Tensor, rows: list[SamplingRow], valid_vocab_size: int) -> list[Sampled]:
-    """Sample one id for each row.
+class Drawn:
+    """What `draw` has enqueued; on its way to the host since."""
+
+    def __init__(self, tokens: Tensor, nonfinite: Tensor, logprobs: "_DrawnLogprobs | None") -> None:
+        self.tokens = tokens  # [S] int64, -1 without one; on the device
+        self._tokens = to_host(tokens)
+        self._nonfinite = to_host(nonfinite)
+        self._logprobs = logprobs
+
+    def collect(self) -> list[Sampled]:
+        """Return what became of each row; on a GPU the caller has waited for the work behind it."""
+        results = [
+            Sampled(None if bad or token < 0 else token, nonfinite=bad)
+            for token, bad in zip(self._tokens.tolist(), self._nonfinite.tolist(), strict=True)
+        ]
+        if self._logprobs is not None:
+            self._logprobs.add_to(results)
+        return results
+
+
+def draw(ops: Ops, logits: Tensor, ids: Tensor, rows: list[SamplingRow], valid_vocab_size: int) -> Drawn:
+    """Draw one id for each row.
 
     Args:
         ops: the backend's operations.
         logits: [S, vocab] float32; changed in place.
+        ids: [N, L] integer: known ids, of which each row has a line.
         rows: the S rows.
         valid_vocab_size: ids from here on pad the embedding and are never drawn.
     """
-    if not rows:
-        return []
-    nonfinite_rows = ops.first_nonfinite(logits)
-    nonfinite = nonfinite_rows.tolist()
-    if any(nonfinite):
-        logits[nonfinite_rows] = 0.0  # what these rows draw is thrown away; a NaN would break rules of the filters
+    nonfinite = ops.first_nonfinite(logits)
+    if logits.is_cuda or bool(nonfinite.any()):
+        # What these rows draw is thrown away; a NaN would break rules of the filters.
+        logits.masked_fill_(nonfinite[:, None], 0.0)
     logits[:, valid_vocab_size:] = _NEGATIVE_INFINITY
     wants_logprobs = [i for i, row in enumerate(rows) if row.sampler.parameters.logprobs >= 0]
-    raw = logits[wants_logprobs] if wants_logprobs else None  # a copy: the rest happens in place
+    raw = logits[to_device(wants_logprobs, torch.int64, logits.device)] if wants_logprobs else None  # a copy
     _apply_masks(ops, logits, rows)
-    _apply_penalties(ops, logits, rows)
-    tokens = _draw(ops, logits, rows).tolist()
-    results = [
-        Sampled(None if bad or token < 0 else token, nonfinite=bad)
-        for token, bad in zip(tokens, nonfinite, strict=True)
-    ]
-    if raw is not None:
-        _add_logprobs(ops, raw, wants_logprobs, rows, results)
-    return results
+    _apply_penalties(ops, logits, ids, rows)
+    tokens = _draw(ops, logits, rows)
+    logprobs = None if raw is None else _DrawnLogprobs(ops, raw, tokens, wants_logprobs, rows)
+    return Drawn(tokens, nonfinite, logprobs)
 
 
 def _apply_masks(ops: Ops, logits: Tensor, rows: list[SamplingRow]) -> None:
@@ -143,60 +164,86 @@ def _pairs(ids_of_rows: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
     return rows, torch.cat([ids for _, ids in ids_of_rows])
 
 
-def _apply_penalties(ops: Ops, logits: Tensor, rows: list[SamplingRow]) -> None:
+def _apply_penalties(ops: Ops, logits: Tensor, ids: Tensor, rows: list[SamplingRow]) -> None:
     penalised = [i for i, row in enumerate(rows) if row.sampler.has_penalties]
     if not penalised:
         return
-    vocab = logits.shape[1]
-    counts = torch.stack([torch.bincount(rows[i].known_ids[rows[i].num_prompt :], minlength=vocab) for i in penalised])
-    in_prompt = torch.zeros(len(penalised), vocab, dtype=torch.bool, device=logits.device)
-    for place, i in enumerate(penalised):
-        in_prompt[place].index_fill_(0, rows[i].known_ids[: rows[i].num_prompt], True)
-    parameters = [rows[i].sampler.parameters for i in penalised]
+    device = logits.device
+    chosen = [rows[i] for i in penalised]
+    in_prompt, counts = _occurrences(ids, chosen, logits.shape[1])
+    parameters = [row.sampler.parameters for row in chosen]
     ops.apply_penalties(
         logits,
-        torch.tensor(penalised, device=logits.device),
+        to_device(penalised, torch.int64, device),
         in_prompt,
-        counts.int(),
-        logits.new_tensor([p.presence_penalty for p in parameters]),
-        logits.new_tensor([p.frequency_penalty for p in parameters]),
-        logits.new_tensor([p.repetition_penalty for p in parameters]),
+        counts,
+        to_device([p.presence_penalty for p in parameters], torch.float32, device),
+        to_device([p.frequency_penalty for p in parameters], torch.float32, device),
+        to_device([p.repetition_penalty for p in parameters], torch.float32, device),
     )
+
+
+def _occurrences(ids: Tensor, rows: list[SamplingRow], vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return which ids are in each row's prompt, [P, vocab_size] bool, and how often each is in its output, int32.
+
+    They are counted anew in each step: so there is no state that forks, preemption and replay would have to carry.
+    """
+    device = ids.device
+    lines, prompts, known = (
+        to_device(column, torch.int64, device)[:, None]
+        for column in ([r.line for r in rows], [r.num_prompt for r in rows], [r.num_known for r in rows])
+    )
+    longest = max(row.num_known for row in rows)
+    places = torch.arange(longest, device=device)[None]
+    own = ids[lines, places].long()
+    own = torch.where(places < known, own, vocab_size)  # what does not count goes to a column of its own
+    in_prompt = torch.zeros(len(rows), vocab_size + 1, dtype=torch.bool, device=device)
+    in_prompt.scatter_(1, torch.where(places < prompts, own, vocab_size), True)
+    counts = torch.zeros(len(rows), vocab_size + 1, dtype=torch.int32, device=device)
+    output = torch.where(places < prompts, vocab_size, own)
+    counts.scatter_add_(1, output, torch.ones((), dtype=torch.int32, device=device).expand_as(output))
+    return in_prompt[:, :-1], counts[:, :-1]
 
 
 def _draw(ops: Ops, logits: Tensor, rows: list[SamplingRow]) -> Tensor:
     """Return one id a row, -1 where none is left: [S] int64."""
+    device = logits.device
     parameters = [row.sampler.parameters for row in rows]
-    temperature = logits.new_tensor([p.temperature for p in parameters])
+    temperature = to_device([p.temperature for p in parameters], torch.float32, device)
     if any(row.sampler.has_filters and not row.sampler.is_greedy for row in rows):
         ops.filter_logits(
             logits,
             temperature,
-            logits.new_tensor([p.min_p for p in parameters]),
-            torch.tensor([p.top_k for p in parameters], device=logits.device),
-            logits.new_tensor([p.top_p for p in parameters]),
+            to_device([p.min_p for p in parameters], torch.float32, device),
+            to_device([p.top_k for p in parameters], torch.int64, device),
+            to_device([p.top_p for p in parameters], torch.float32, device),
         )
     return ops.sample(
         logits,
         temperature,
-        torch.tensor([_as_int64(p.seed) for p in parameters], device=logits.device),
-        torch.tensor([row.sampler.choice for row in rows], device=logits.device),
-        torch.tensor([row.num_output for row in rows], device=logits.device),
+        to_device([as_int64(p.seed) for p in parameters], torch.int64, device),
+        to_device([row.sampler.choice for row in rows], torch.int64, device),
+        to_device([row.num_output for row in rows], torch.int64, device),
     )
 
 
-def _as_int64(seed: int) -> int:
+def as_int64(seed: int) -> int:
     """Return the int64 that has the bits of an unsigned 64-bit seed."""
     return seed - 2**64 if seed >= 2**63 else seed
 
 
-def _add_logprobs(ops: Ops, raw: Tensor, places: list[int], rows: list[SamplingRow], results: list[Sampled]) -> None:
-    drawn = [results[i].token for i in places]
-    ids = torch.tensor([0 if token is None else token for token in drawn], device=raw.device)
-    top = max(rows[i].sampler.parameters.logprobs for i in places)
-    logprob, rank, top_ids, top_logprobs = (part.tolist() for part in ops.logprobs(raw, ids, top))
-    for n, (i, token) in enumerate(zip(places, drawn, strict=True)):
-        if token is not None:
-            own = rows[i].sampler.parameters.logprobs
-            logprobs = Logprobs(logprob[n], rank[n], top_ids[n][:own], top_logprobs[n][:own])
-            results[i] = Sampled(token, logprobs=logprobs)
+class _DrawnLogprobs:
+    """Log-probabilities of the rows that want them, on their way to the host."""
+
+    def __init__(self, ops: Ops, raw: Tensor, tokens: Tensor, places: list[int], rows: list[SamplingRow]) -> None:
+        self._places = places
+        self._numbers = [rows[i].sampler.parameters.logprobs for i in places]
+        drawn = tokens[to_device(places, torch.int64, tokens.device)].clamp_min(0)
+        self._columns = [to_host(part) for part in ops.logprobs(raw, drawn, max(self._numbers))]
+
+    def add_to(self, results: list[Sampled]) -> None:
+        columns = zip(self._places, self._numbers, *(column.tolist() for column in self._columns), strict=True)
+        for place, number, logprob, rank, top_ids, top_logprobs in columns:
+            if (token := results[place].token) is not None:
+                logprobs = Logprobs(logprob, rank, top_ids[:number], top_logprobs[:number])
+                results[place] = Sampled(token, logprobs=logprobs)

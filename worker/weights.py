@@ -1,7 +1,7 @@
 """Weights from safetensors files to the parameters they belong to; every tensor is accounted for.
 
 Only safetensors are read. With an index (model.safetensors.index.json) only the files it names are, and each tensor from
-the file the index says.
+the file the index says. Files are mapped, not read: what is held in memory of a checkpoint is a tensor at a time.
 """
 
 import json
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from octavo.worker.errors import WeightsError
 from octavo.worker.models.layers import Target
+from octavo.worker.staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ def load_weights(
     """
     files = checkpoint_files(folder)
     total = sum(path.stat().st_size for path in files)
+    staging = Staging(next((target.view.device for target in targets.values()), torch.device("cpu")))
     done = 0
     filled: set[str] = set()
     unexpected: list[str] = []
@@ -50,7 +52,7 @@ def load_weights(
                 raise WeightsError(f"tensor {name} comes twice; the second time in {path}")
             if name in targets:
                 target = targets[name]
-                _fill(name, path, target, tensor_slice)
+                _fill(name, path, target, tensor_slice, staging)
                 filled.add(name)
                 read = math.prod(target.full_shape) * _ITEM_BYTES[tensor_slice.get_dtype()]
                 done = min(done + read, end)
@@ -59,6 +61,7 @@ def load_weights(
                 unexpected.append(name)
         done = end  # the header and what was ignored
         progress(done, total)
+    staging.finish()
     missing = sorted(targets.keys() - filled)
     if missing:
         raise WeightsError(f"{folder} lacks {len(missing)} tensors that the model needs: {_some(missing)}")
@@ -69,7 +72,10 @@ def load_weights(
 
 
 def fill_dummy(targets: dict[str, Target], seed: int, progress: Progress) -> None:
-    """Fill every target with small random numbers: for speed measurements without a checkpoint."""
+    """Fill every target with small random numbers: for speed measurements without a checkpoint.
+
+    They are drawn on the device, in place and in the dtype of the weights.
+    """
     total = sum(target.view.nbytes for target in targets.values())
     done = 0
     for number, target in enumerate(targets.values()):
@@ -132,14 +138,14 @@ def _tensors(path: Path, expected: frozenset[str] | None) -> Iterator[tuple[str,
         raise WeightsError(f"{path} ({size} bytes) is damaged: {error}") from error
 
 
-def _fill(name: str, path: Path, target: Target, tensor_slice: Any) -> None:
+def _fill(name: str, path: Path, target: Target, tensor_slice: Any, staging: Staging) -> None:
     shape = tuple(tensor_slice.get_shape())
     dtype = tensor_slice.get_dtype()
     if shape != target.full_shape:
         raise WeightsError(f"tensor {name} in {path} has shape {list(shape)}, expected {list(target.full_shape)}")
     if dtype not in _ITEM_BYTES:
         raise WeightsError(f"tensor {name} in {path} has dtype {dtype}, expected {', '.join(_ITEM_BYTES)}")
-    target.view.copy_(tensor_slice[target.part])
+    staging.copy(target.view, tensor_slice[target.part])
 
 
 def _some(names: list[str]) -> str:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from octavo.kernels import reference
+
 _PIECE_BYTES = 3 << 19
 """Most bytes of keys gathered at once for decode rows (unless one row alone has more), measured: from twice as many on,
 gathering and allocation leave the cache and take several times as long."""
@@ -93,8 +95,20 @@ def paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     scale: float,
+    *,
+    num_decodes: int = 0,
+    max_query_len: int | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
-    """Attend causally to keys and values in blocks; see ``octavo.kernels.reference.paged_attention``."""
+    """Attend causally to keys and values in blocks; see ``octavo.kernels.reference.paged_attention``.
+
+    What is rare here, a window, a soft cap or a cache of another dtype than q, is left to the reference.
+    """
+    if window > 0 or softcap > 0 or key_cache.dtype != q.dtype:
+        return reference.paged_attention(
+            q, key_cache, value_cache, block_tables, query_start, seq_lens, scale, window=window, softcap=softcap
+        )
     key_bytes = key_cache.shape[2] * key_cache.shape[3] * key_cache.element_size()
     inputs = (block_tables, query_start, seq_lens)
     plan = _workspace.plan(inputs, key_cache.shape[1], max(1, _PIECE_BYTES // key_bytes))

@@ -30,7 +30,7 @@ def run(worker: LoadedWorker, sampling: RowSampling, num_steps: int) -> list[tup
         counts = {0: 1 if step else 19, 1: 1, 2: 1 if step > 4 else 10}
         result = worker.runner.execute(driver.plan(counts))
         steps.append((tokens_of(result), [x for e in result.logprobs for x in unpack_floats(e.top_logprobs)]))
-    worker.runner.rows.clear()
+    worker.runner.clear()
     return steps
 
 
@@ -81,7 +81,7 @@ def run_shared(worker: LoadedWorker, sampling: RowSampling, num_steps: int) -> l
             else {3: len(prompt), 1: driver.rows[1].num_known - driver.rows[1].num_computed}
         )
         steps.append(tokens_of(worker.runner.execute(driver.plan(counts))))
-    worker.runner.rows.clear()
+    worker.runner.clear()
     return steps
 
 

@@ -106,6 +106,31 @@ def test_rotary_embedding_rotates_pairs_and_stores_what_it_should(head_size: int
     assert (values.flatten(0, 1)[untouched] == 9).all()
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_heads_are_normalised_before_they_are_rotated(dtype: torch.dtype, bound: float) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(5, 4, 32).to(dtype), torch.randn(5, 2, 32).to(dtype), torch.randn(5, 2, 32).to(dtype)
+    weights = torch.randn(2, 32).to(dtype)
+    angles = torch.arange(50.0).double()[:, None] * 100.0 ** -(torch.arange(0, 32, 2) / 32)
+    positions = torch.tensor([7, 0, 49, 3, 3])
+    keys, values = torch.zeros(2, 2, 4, 2, 32).to(dtype)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1).float()
+    rotated = reference.rotary_and_write_kv(
+        q, k, v, positions, cos_sin, keys, values, torch.arange(5), weights[0], weights[1], 1e-3
+    )
+
+    def formula(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.double()
+        normed = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
+        first, second = normed.chunk(2, -1)
+        cos, sin = angles[positions].cos()[:, None], angles[positions].sin()[:, None]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    torch.testing.assert_close(rotated.double(), formula(q, weights[0]), rtol=bound, atol=bound)
+    torch.testing.assert_close(keys.flatten(0, 1)[:5].double(), formula(k, weights[1]), rtol=bound, atol=bound)
+    assert torch.equal(values.flatten(0, 1)[:5], v)
+
+
 def test_partial_rotation_leaves_the_rest_of_a_head() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 8), torch.randn(3, 1, 8), torch.randn(3, 1, 8)

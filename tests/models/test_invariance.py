@@ -6,7 +6,7 @@ import pytest
 
 from octavo.wire.columns import pack_floats, pack_ints
 from octavo.wire.plan import RowSampling
-from octavo.worker.runner import Runner
+from octavo.worker.runner import EagerRunner
 from tests.support.plan_driver import PlanDriver, generate, logprob_bits, tokens_of
 from tests.support.tiny_models import TINY_LLAMA, load_worker, write_model
 
@@ -34,31 +34,31 @@ def sampling_of(row: int) -> RowSampling:
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> EagerRunner:
     return load_worker(write_model(tmp_path_factory.mktemp("model"), CONFIG)).runner
 
 
 @pytest.fixture
-def runner(loaded: Runner) -> Runner:
-    loaded.rows.clear()
+def runner(loaded: EagerRunner) -> EagerRunner:
+    loaded.clear()
     return loaded
 
 
 @pytest.fixture(scope="module")
-def solo(loaded: Runner) -> list[tuple[list[int], list[bytes]]]:
+def solo(loaded: EagerRunner) -> list[tuple[list[int], list[bytes]]]:
     """Ids and log-probability bits of each row alone."""
-    loaded.rows.clear()
+    loaded.clear()
     return [generate(loaded, prompt_of(row), NUM_OUTPUT, sampling_of(row), choice=row, chunk=64) for row in range(8)]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 23])
-def test_chunks(runner: Runner, solo: list[tuple[list[int], list[bytes]]], chunk: int) -> None:
+def test_chunks(runner: EagerRunner, solo: list[tuple[list[int], list[bytes]]], chunk: int) -> None:
     for row in range(8):
         again = generate(runner, prompt_of(row), NUM_OUTPUT, sampling_of(row), choice=row, chunk=chunk, seed=chunk)
         assert again == solo[row]
 
 
-def run_together(runner: Runner, seed: int) -> dict[int, tuple[list[int], list[bytes]]]:
+def run_together(runner: EagerRunner, seed: int) -> dict[int, tuple[list[int], list[bytes]]]:
     """Run all rows at once: begun at random steps, in chunks of random size, in random order; some lose their row."""
     random = Random(seed)
     driver = PlanDriver.of(runner, seed)
@@ -97,7 +97,7 @@ def run_together(runner: Runner, seed: int) -> dict[int, tuple[list[int], list[b
 
 @pytest.mark.parametrize("seed", range(6))
 def test_batch_mates_chunks_blocks_and_recomputation(
-    runner: Runner, solo: list[tuple[list[int], list[bytes]]], seed: int
+    runner: EagerRunner, solo: list[tuple[list[int], list[bytes]]], seed: int
 ) -> None:
     together = run_together(runner, seed)
     assert [together[row] for row in range(8)] == solo

@@ -43,7 +43,7 @@ def prompts(demo_model: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def generated(loaded: LoadedWorker, prompts: list[list[int]]) -> list[list[int]]:
     """Greedy outputs of all prompts, which run together."""
-    loaded.runner.rows.clear()
+    loaded.runner.clear()
     driver = PlanDriver.of(loaded.runner)
     for row, prompt in enumerate(prompts):
         driver.begin(row, prompt)
@@ -52,7 +52,7 @@ def generated(loaded: LoadedWorker, prompts: list[list[int]]) -> list[list[int]]
         result = loaded.runner.execute(driver.plan(dict.fromkeys(range(NUM_PROMPTS), 1 if step else PROMPT_TOKENS)))
         for row, token in tokens_of(result).items():
             outputs[row].append(token)
-    loaded.runner.rows.clear()
+    loaded.runner.clear()
     return outputs
 
 
@@ -80,7 +80,7 @@ def test_greedy_ids_and_logits_agree(
 def test_solo_runs_are_the_same_bits(loaded: LoadedWorker, prompts: list[list[int]]) -> None:
     sampling = [RowSampling(seed=row, temperature=(0.0, 1.0)[row % 2], top_p=0.9, logprobs=5) for row in range(4)]
     runner = loaded.runner
-    runner.rows.clear()
+    runner.clear()
     driver = PlanDriver.of(runner)
     ids: dict[int, list[int]] = {row: [] for row in range(4)}
     bits: dict[int, list[bytes]] = {row: [] for row in range(4)}
@@ -92,6 +92,6 @@ def test_solo_runs_are_the_same_bits(loaded: LoadedWorker, prompts: list[list[in
             for r, token in tokens_of(result).items():
                 ids[r].append(token)
                 bits[r].append(logprob_bits(result)[r])
-    runner.rows.clear()
+    runner.clear()
     for row in range(4):
         assert generate(runner, prompts[row], len(ids[row]), sampling[row], chunk=23) == (ids[row], bits[row])

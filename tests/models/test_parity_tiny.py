@@ -32,13 +32,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-eps": ("llama", {"rms_norm_eps": 0.5}),
     "qwen2": ("qwen2", {"use_sliding_window": False}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3-tied": ("qwen3", {"head_dim": 20, "tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "qwen3-biases": ("qwen3", {"head_dim": 8, "attention_bias": True, "rms_norm_eps": 0.5}),
+    "qwen3-default-head": ("qwen3", {"num_hidden_layers": 1}),
 }
 
 
 def write_with_transformers(folder: Path, kind: str, changes: dict[str, Any]) -> Any:
     """Write a random model as transformers writes it; return it in fp32."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
+    prefix = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
     values: dict[str, Any] = {
         "vocab_size": 97,
         "hidden_size": 48,
@@ -52,8 +57,8 @@ def write_with_transformers(folder: Path, kind: str, changes: dict[str, Any]) ->
         "tie_word_embeddings": False,
     } | changes
     torch.manual_seed(0)
-    model: Any
-    model = LlamaForCausalLM(LlamaConfig(**values)) if kind == "llama" else Qwen2ForCausalLM(Qwen2Config(**values))
+    config: Any = getattr(transformers, f"{prefix}Config")(**values)
+    model: Any = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # transformers' own start would hide mistakes in small logits
             parameter.normal_(0.0, 0.5 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5)
@@ -101,8 +106,9 @@ def test_logits_agree(tmp_path: Path, name: str, backend: str) -> None:
         assert (ours - expected).abs().max() < 1e-3, chunks
 
 
-def test_greedy_ids_agree_in_a_mixed_batch(tmp_path: Path) -> None:
-    theirs = write_with_transformers(tmp_path, "qwen2", {})
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_greedy_ids_agree_in_a_mixed_batch(tmp_path: Path, kind: str) -> None:
+    theirs = write_with_transformers(tmp_path, kind, {})
     runner = load_worker(tmp_path).runner
     driver = PlanDriver.of(runner)
     prompts = {row: torch.randint(97, (5 + 9 * row,)).tolist() for row in range(4)}
@@ -124,8 +130,9 @@ def test_greedy_ids_agree_in_a_mixed_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_half_precision_stays_close(tmp_path: Path, backend: str, dtype: str) -> None:
-    theirs = write_with_transformers(tmp_path, "llama", {"num_hidden_layers": 1})
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_half_precision_stays_close(tmp_path: Path, kind: str, backend: str, dtype: str) -> None:
+    theirs = write_with_transformers(tmp_path, kind, {"num_hidden_layers": 1})
     runner = load_worker(tmp_path, backend=backend, dtype=dtype).runner
     ids = torch.randint(97, (60,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():

@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.wire.columns import pack_floats, pack_ints, unpack_floats, unpack_ints
 from octavo.wire.plan import FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, RowSampling, StepResult
 from octavo.worker.models.decoder import Batch, Decoder, KVCache
-from octavo.worker.runner import Runner
+from octavo.worker.runner import EagerRunner
 from tests.support.plan_driver import PlanDriver, faults_of, generate, logprob_bits, tokens_of
 from tests.support.tiny_models import TINY_LLAMA, load_worker, write_model
 
@@ -37,7 +37,7 @@ Output = tuple[list[int], list[bytes]]
 class Outputs:
     """Collects what each row draws, from the results of plans."""
 
-    def __init__(self, runner: Runner, driver: PlanDriver) -> None:
+    def __init__(self, runner: EagerRunner, driver: PlanDriver) -> None:
         self.of: dict[int, Output] = {}
         self._runner = runner
         self._driver = driver
@@ -53,51 +53,51 @@ class Outputs:
         return result
 
 
-def load(folder_factory: pytest.TempPathFactory, backend: str) -> Runner:
+def load(folder_factory: pytest.TempPathFactory, backend: str) -> EagerRunner:
     return load_worker(write_model(folder_factory.mktemp("model"), CONFIG), backend=backend).runner
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> EagerRunner:
     return load(tmp_path_factory, "reference")
 
 
 @pytest.fixture(scope="module")
-def loaded_cpu(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def loaded_cpu(tmp_path_factory: pytest.TempPathFactory) -> EagerRunner:
     return load(tmp_path_factory, "cpu")
 
 
-def fill_caches(runner: Runner, value: float) -> None:
+def fill_caches(runner: EagerRunner, value: float) -> None:
     for cache in runner._caches:
         cache.keys.fill_(value)
         cache.values.fill_(value)
 
 
-def poisoned(runner: Runner) -> Iterator[Runner]:
+def poisoned(runner: EagerRunner) -> Iterator[EagerRunner]:
     """Yield a runner without rows whose slots hold NaN: what is read before it was written shows."""
-    runner.rows.clear()
+    runner.clear()
     fill_caches(runner, float("nan"))
     yield runner
     fill_caches(runner, 0.0)
 
 
 @pytest.fixture
-def runner(loaded: Runner) -> Iterator[Runner]:
+def runner(loaded: EagerRunner) -> Iterator[EagerRunner]:
     yield from poisoned(loaded)
 
 
 @pytest.fixture
-def runner_cpu(loaded_cpu: Runner) -> Iterator[Runner]:
+def runner_cpu(loaded_cpu: EagerRunner) -> Iterator[EagerRunner]:
     yield from poisoned(loaded_cpu)
 
 
-def alone(runner: Runner, prompt: list[int], sampling: RowSampling, choice: int = 0) -> Output:
+def alone(runner: EagerRunner, prompt: list[int], sampling: RowSampling, choice: int = 0) -> Output:
     output = generate(runner, prompt, NUM_OUTPUT, sampling, choice=choice)
     fill_caches(runner, float("nan"))  # else the same keys and values might lie where the test expects them
     return output
 
 
-def hit_in_the_same_plan(runner: Runner, sampling: RowSampling) -> Outputs:
+def hit_in_the_same_plan(runner: EagerRunner, sampling: RowSampling) -> Outputs:
     """Row 5 fills three blocks; row 2 begins with them in that very plan, and goes on beside it."""
     driver = PlanDriver.of(runner)
     outputs = Outputs(runner, driver)
@@ -111,12 +111,12 @@ def hit_in_the_same_plan(runner: Runner, sampling: RowSampling) -> Outputs:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_a_hit_on_blocks_that_the_same_plan_fills(runner: Runner, sampling: RowSampling) -> None:
+def test_a_hit_on_blocks_that_the_same_plan_fills(runner: EagerRunner, sampling: RowSampling) -> None:
     expected = {5: alone(runner, PREFIX, sampling), 2: alone(runner, LONGER, sampling)}
     assert hit_in_the_same_plan(runner, sampling).of == expected
 
 
-def test_the_fast_backend_writes_a_layer_before_it_attends(runner_cpu: Runner) -> None:
+def test_the_fast_backend_writes_a_layer_before_it_attends(runner_cpu: EagerRunner) -> None:
     """Its bits may differ with the cut into chunks; a NaN that is read instead of a key would fault the row."""
     expected = [alone(runner_cpu, prompt, GREEDY) for prompt in (PREFIX, LONGER)]
     outputs = hit_in_the_same_plan(runner_cpu, GREEDY)
@@ -124,7 +124,7 @@ def test_the_fast_backend_writes_a_layer_before_it_attends(runner_cpu: Runner) -
         assert outputs.of[row][0] == ids
 
 
-def test_the_fast_backend_gives_close_logprobs_after_a_hit(runner_cpu: Runner) -> None:
+def test_the_fast_backend_gives_close_logprobs_after_a_hit(runner_cpu: EagerRunner) -> None:
     driver = PlanDriver.of(runner_cpu)
     driver.begin(0, LONGER, GREEDY)
     whole = runner_cpu.execute(driver.plan({0: 17}))
@@ -135,7 +135,7 @@ def test_the_fast_backend_gives_close_logprobs_after_a_hit(runner_cpu: Runner) -
     assert unpack_floats(hit.logprobs[0].top_logprobs) == expected
 
 
-def test_a_chain_of_hits_in_one_plan(runner: Runner) -> None:
+def test_a_chain_of_hits_in_one_plan(runner: EagerRunner) -> None:
     """Row 1 fills what row 2 begins with, whose next block row 3 begins with, and both decode what they filled."""
     prompts = {1: PREFIX[:4], 2: PREFIX[:9], 3: LONGER}
     expected = {row: alone(runner, prompt, GREEDY) for row, prompt in prompts.items()}
@@ -152,7 +152,7 @@ def test_a_chain_of_hits_in_one_plan(runner: Runner) -> None:
 
 @pytest.mark.parametrize("keeps_row", [True, False], ids=["a live row", "a row that has ended"])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_a_hit_on_blocks_of(runner: Runner, sampling: RowSampling, keeps_row: bool) -> None:
+def test_a_hit_on_blocks_of(runner: EagerRunner, sampling: RowSampling, keeps_row: bool) -> None:
     expected = alone(runner, LONGER, sampling, choice=3)
     driver = PlanDriver.of(runner)
     outputs = Outputs(runner, driver)
@@ -170,7 +170,7 @@ def test_a_hit_on_blocks_of(runner: Runner, sampling: RowSampling, keeps_row: bo
     assert outputs.of[1] == expected
 
 
-def test_a_readmitted_row_hits_its_own_blocks(runner: Runner) -> None:
+def test_a_readmitted_row_hits_its_own_blocks(runner: EagerRunner) -> None:
     """Penalties and min_tokens are rebuilt from the ids, though most of them are not computed again."""
     sampling = SAMPLINGS["penalties"]
     ids, bits = alone(runner, LONGER, sampling)
@@ -199,7 +199,7 @@ CHOICES = {6: 0, 1: 1, 3: 2, 2: 3}
     "prompt", [PREFIX, LONGER, PREFIX[:3]], ids=["whole blocks", "part of a block", "less than a block"]
 )
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_four_forks_are_four_rows(runner: Runner, sampling: RowSampling, prompt: list[int]) -> None:
+def test_four_forks_are_four_rows(runner: EagerRunner, sampling: RowSampling, prompt: list[int]) -> None:
     expected = {row: alone(runner, prompt, sampling, choice) for row, choice in CHOICES.items()}
     expected[0] = alone(runner, OTHER, GREEDY)
     driver = PlanDriver.of(runner)
@@ -218,7 +218,7 @@ def test_four_forks_are_four_rows(runner: Runner, sampling: RowSampling, prompt:
         assert len({tuple(expected[row][0]) for row in CHOICES}) == 4
 
 
-def test_a_block_is_copied_for_each_row_but_the_last_that_writes(runner: Runner) -> None:
+def test_a_block_is_copied_for_each_row_but_the_last_that_writes(runner: EagerRunner) -> None:
     """Rows that wait keep reading the shared block meanwhile."""
     sampling = SAMPLINGS["seeded"]
     expected = {row: alone(runner, LONGER, sampling, choice) for row, choice in CHOICES.items()}
@@ -240,7 +240,7 @@ def test_a_block_is_copied_for_each_row_but_the_last_that_writes(runner: Runner)
     assert outputs.of == expected
 
 
-def test_plans_behind_a_fork_may_be_written_before_its_ids_are_known(runner: Runner) -> None:
+def test_plans_behind_a_fork_may_be_written_before_its_ids_are_known(runner: EagerRunner) -> None:
     sampling = SAMPLINGS["seeded"]
     expected = {row: alone(runner, LONGER, sampling, choice)[0] for row, choice in ((0, 0), (1, 1))}
     driver = PlanDriver.of(runner)
@@ -251,7 +251,7 @@ def test_plans_behind_a_fork_may_be_written_before_its_ids_are_known(runner: Run
     assert {row: [tokens[row] for tokens in drawn] for row in (0, 1)} == expected
 
 
-def test_a_fork_of_a_row_that_has_output(runner: Runner) -> None:
+def test_a_fork_of_a_row_that_has_output(runner: EagerRunner) -> None:
     """The fork has the same output so far, which counts in its penalties, min_tokens and the position of its noise."""
     sampling = SAMPLINGS["penalties"]
     driver = PlanDriver.of(runner)
@@ -265,7 +265,7 @@ def test_a_fork_of_a_row_that_has_output(runner: Runner) -> None:
     for _ in range(4):
         outputs.step({0: 1, 4: 1} if 4 in driver.rows else {0: 1})
     drawn = outputs.of[4]
-    runner.rows.clear()
+    runner.clear()
     driver = PlanDriver.of(runner)
     outputs = Outputs(runner, driver)
     driver.begin(4, known, sampling, num_prompt=17, choice=7)
@@ -275,7 +275,7 @@ def test_a_fork_of_a_row_that_has_output(runner: Runner) -> None:
     assert outputs.of[4] == drawn
 
 
-def test_min_tokens_holds_stop_ids_back_in_forks(runner: Runner) -> None:
+def test_min_tokens_holds_stop_ids_back_in_forks(runner: EagerRunner) -> None:
     sampling = RowSampling(
         seed=4, min_tokens=3, stop_token_ids=pack_ints([5]), logit_bias_ids=pack_ints([5]),
         logit_bias_values=pack_floats([1000.0]), logprobs=0,
@@ -305,7 +305,7 @@ def break_logits(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
     monkeypatch.setattr(Decoder, "forward", broken)
 
 
-def test_a_faulting_row_faults_its_forks_and_nobody_else(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faulting_row_faults_its_forks_and_nobody_else(runner: EagerRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = alone(runner, OTHER, GREEDY)
     driver = PlanDriver.of(runner)
     driver.begin(4, LONGER, SAMPLINGS["seeded"])
@@ -325,7 +325,7 @@ def test_a_faulting_row_faults_its_forks_and_nobody_else(runner: Runner, monkeyp
     assert tokens_of(again).keys() == {4, 6, 0, 1, 2}
 
 
-def test_a_fork_may_fault_alone(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_may_fault_alone(runner: EagerRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = PlanDriver.of(runner)
     outputs = Outputs(runner, driver)
     expected = {row: alone(runner, LONGER, SAMPLINGS["seeded"], row)[0] for row in (0, 1)}
@@ -341,7 +341,7 @@ def test_a_fork_may_fault_alone(runner: Runner, monkeypatch: pytest.MonkeyPatch)
     assert tokens_of(runner.execute(driver.plan({0: 1}))) == {0: expected[0][2]}
 
 
-def test_forks_without_candidates_fault(runner: Runner) -> None:
+def test_forks_without_candidates_fault(runner: EagerRunner) -> None:
     ids = pack_ints([7, 8])
     driver = PlanDriver.of(runner)
     driver.begin(0, OTHER, RowSampling(seed=0, allowed_token_ids=ids, stop_token_ids=ids, min_tokens=1))

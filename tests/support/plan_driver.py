@@ -191,7 +191,7 @@ def generate(
         result = runner.execute(driver.plan(plans.pop(0) if plans else {0: 1}))
         ids += tokens_of(result).values()
         bits += logprob_bits(result).values()
-    runner.rows.clear()
+    runner.clear()
     return ids, bits
 
 

@@ -119,7 +119,7 @@ def scheduler(address: str) -> Iterator[ScriptedScheduler]:
 def loop(
     scheduler: ScriptedScheduler, address: str, loaded: LoadedWorker, expected: list[int]
 ) -> Iterator[RunningLoop]:
-    loaded.runner.rows.clear()
+    loaded.runner.clear()
     loop = RunningLoop(address, loaded)
     yield loop
     loop.end()

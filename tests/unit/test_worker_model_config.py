@@ -16,6 +16,13 @@ QWEN2: dict[str, Any] = {k: v for k, v in TINY_LLAMA.items() if k not in ("atten
     "use_sliding_window": False,
     "sliding_window": 4096,
 }
+QWEN3: dict[str, Any] = QWEN2 | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 16,
+    "max_window_layers": 2,
+    "sliding_window": None,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -41,6 +48,21 @@ def test_biases_of_llama_and_qwen2() -> None:
     assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (True, True, True)
     config = parse_model_config(QWEN2)
     assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (True, False, False)
+
+
+def test_qwen3_has_norms_of_queries_and_keys_and_no_bias_unless_told() -> None:
+    config = parse_model_config(QWEN3)
+    assert (config.qk_norm, config.qkv_bias, config.output_bias, config.mlp_bias) == (True, False, False, False)
+    config = parse_model_config(QWEN3 | {"attention_bias": True, "mlp_bias": True})
+    assert (config.qk_norm, config.qkv_bias, config.output_bias, config.mlp_bias) == (True, True, True, False)
+    assert not parse_model_config(QWEN2).qk_norm
+    assert not parse_model_config(TINY_LLAMA).qk_norm
+
+
+def test_the_head_size_of_qwen3_does_not_follow_from_its_hidden_size() -> None:
+    assert parse_model_config(QWEN3).head_size == 16
+    config = {key: value for key, value in QWEN3.items() if key != "head_dim"}
+    assert parse_model_config(config | {"hidden_size": 49}).head_size == 128
 
 
 def test_head_size_may_differ_from_hidden_size_over_heads() -> None:
@@ -142,7 +164,14 @@ def test_an_oversized_file_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [TINY_LLAMA, QWEN2, llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=False, head_dim=16)]
+    "config",
+    [
+        TINY_LLAMA,
+        QWEN2,
+        QWEN3,
+        QWEN3 | {"attention_bias": True, "tie_word_embeddings": False},
+        llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=False, head_dim=16),
+    ],
 )
 def test_the_number_of_parameters_is_that_of_the_checkpoint(config: dict[str, Any]) -> None:
     expected = sum(tensor.numel() for tensor in random_tensors(config).values())

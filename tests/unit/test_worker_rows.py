@@ -10,7 +10,8 @@ from octavo.wire.columns import pack_floats, pack_ints
 from octavo.wire.plan import FLAG_SAMPLE, NewRow, RowSampling, StepPlan
 from octavo.worker.errors import PlanError
 from octavo.worker.models.decoder import Batch
-from octavo.worker.rows import RowLimits, Rows
+from octavo.worker.mirror import RowLimits
+from octavo.worker.rows import Rows
 
 LIMITS = RowLimits(
     max_num_seqs=3, max_model_len=10, max_num_batched_tokens=12, block_size=4, num_blocks=20, vocab_size=50

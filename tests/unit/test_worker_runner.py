@@ -10,7 +10,7 @@ from octavo.wire.columns import pack_ints, unpack_ints
 from octavo.wire.plan import FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, RowSampling, StepPlan
 from octavo.worker.errors import PlanError
 from octavo.worker.models.decoder import Batch, Decoder, KVCache
-from octavo.worker.runner import Runner
+from octavo.worker.runner import EagerRunner
 from tests.support.plan_driver import GREEDY, PlanDriver, faults_of, generate, logprob_bits, tokens_of
 from tests.support.tiny_models import TINY_LLAMA, load_worker, random_tensors, write_model
 
@@ -19,7 +19,7 @@ OTHER = [27, 18, 28]
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> EagerRunner:
     # Untied: a tied head of random weights only repeats the last id.
     return load_worker(
         write_model(tmp_path_factory.mktemp("model"), TINY_LLAMA | {"tie_word_embeddings": False})
@@ -27,12 +27,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
 
 @pytest.fixture
-def runner(loaded: Runner) -> Runner:
-    loaded.rows.clear()
+def runner(loaded: EagerRunner) -> EagerRunner:
+    loaded.clear()
     return loaded
 
 
-def test_plans_may_be_written_before_ids_are_known(runner: Runner) -> None:
+def test_plans_may_be_written_before_ids_are_known(runner: EagerRunner) -> None:
     expected, _ = generate(runner, PROMPT, 6)
     driver = PlanDriver.of(runner)
     driver.begin(0, PROMPT)
@@ -41,14 +41,14 @@ def test_plans_may_be_written_before_ids_are_known(runner: Runner) -> None:
     assert len(set(expected)) > 1
 
 
-def test_a_row_that_samples_nothing_yields_nothing(runner: Runner) -> None:
+def test_a_row_that_samples_nothing_yields_nothing(runner: EagerRunner) -> None:
     driver = PlanDriver.of(runner)
     driver.begin(0, PROMPT)
     assert tokens_of(runner.execute(driver.plan({0: 4}))) == {}
     assert tokens_of(runner.execute(driver.plan({0: 5}))).keys() == {0}
 
 
-def test_results_come_in_the_order_of_the_plan(runner: Runner) -> None:
+def test_results_come_in_the_order_of_the_plan(runner: EagerRunner) -> None:
     driver = PlanDriver.of(runner)
     for row in (5, 1, 3):
         driver.begin(row, [*OTHER, row])
@@ -56,7 +56,7 @@ def test_results_come_in_the_order_of_the_plan(runner: Runner) -> None:
     assert (result.epoch, result.step, list(unpack_ints(result.row))) == (1, 1, [5, 1, 3])
 
 
-def test_prefill_and_decode_share_a_step(runner: Runner) -> None:
+def test_prefill_and_decode_share_a_step(runner: EagerRunner) -> None:
     first, _ = generate(runner, PROMPT, 3)
     second, _ = generate(runner, OTHER, 2)
     driver = PlanDriver.of(runner)
@@ -68,7 +68,7 @@ def test_prefill_and_decode_share_a_step(runner: Runner) -> None:
     assert tokens_of(runner.execute(driver.plan({0: 1}))) == {0: second[1]}
 
 
-def test_an_empty_plan_is_answered(runner: Runner) -> None:
+def test_an_empty_plan_is_answered(runner: EagerRunner) -> None:
     driver = PlanDriver.of(runner)
     driver.begin(0, OTHER)
     runner.execute(driver.plan({0: 3}))
@@ -78,7 +78,7 @@ def test_an_empty_plan_is_answered(runner: Runner) -> None:
     assert len(runner.rows) == 0
 
 
-def test_a_row_and_its_blocks_can_be_taken_by_the_plan_that_frees_them(runner: Runner) -> None:
+def test_a_row_and_its_blocks_can_be_taken_by_the_plan_that_frees_them(runner: EagerRunner) -> None:
     expected, _ = generate(runner, PROMPT, 1)
     driver = PlanDriver(4, 4)  # three blocks, all of them needed
     driver.begin(0, list(range(12)))
@@ -88,7 +88,7 @@ def test_a_row_and_its_blocks_can_be_taken_by_the_plan_that_frees_them(runner: R
     assert tokens_of(runner.execute(driver.plan({0: 9}))) == {0: expected[0]}
 
 
-def test_the_null_block_is_never_written(runner: Runner) -> None:
+def test_the_null_block_is_never_written(runner: EagerRunner) -> None:
     driver = PlanDriver.of(runner)
     for row in range(8):
         driver.begin(row, [*PROMPT[:7], row])
@@ -98,7 +98,7 @@ def test_the_null_block_is_never_written(runner: Runner) -> None:
         assert not cache.values[0].any()
 
 
-def test_unwritten_slots_are_never_read(runner: Runner) -> None:
+def test_unwritten_slots_are_never_read(runner: EagerRunner) -> None:
     expected = generate(runner, PROMPT, 8, RowSampling(seed=0, temperature=0.0, logprobs=3), chunk=4)
     for cache in runner._caches:
         cache.keys.fill_(float("nan"))
@@ -127,7 +127,7 @@ def break_logits(monkeypatch: pytest.MonkeyPatch, place: int, value: float) -> N
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("sampling", [GREEDY, RowSampling(seed=3, top_k=5, top_p=0.9, min_p=0.1, logprobs=2)])
 def test_nonfinite_logits_fault_their_row_alone(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, value: float, sampling: RowSampling
+    runner: EagerRunner, monkeypatch: pytest.MonkeyPatch, value: float, sampling: RowSampling
 ) -> None:
     expected, _ = generate(runner, OTHER, 2, sampling)
     driver = PlanDriver.of(runner)
@@ -143,14 +143,14 @@ def test_nonfinite_logits_fault_their_row_alone(
     assert tokens_of(runner.execute(driver.plan({4: 1, 6: 1})))[6] == expected[1]
 
 
-def test_minus_infinity_is_no_fault(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minus_infinity_is_no_fault(runner: EagerRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = PlanDriver.of(runner)
     driver.begin(0, OTHER)
     break_logits(monkeypatch, 0, float("-inf"))
     assert faults_of(runner.execute(driver.plan({0: 3}))) == {}
 
 
-def test_a_row_without_candidates_faults_alone(runner: Runner) -> None:
+def test_a_row_without_candidates_faults_alone(runner: EagerRunner) -> None:
     expected, _ = generate(runner, OTHER, 1)
     ids = pack_ints([7, 8])
     driver = PlanDriver.of(runner)
@@ -182,15 +182,15 @@ def test_ids_behind_the_tokenizer_are_never_drawn(tmp_path: Path) -> None:
     assert max(ids) < 50
 
 
-def test_a_plan_error_leaves_the_weights_usable(runner: Runner) -> None:
+def test_a_plan_error_leaves_the_weights_usable(runner: EagerRunner) -> None:
     expected, _ = generate(runner, PROMPT, 2)
     with pytest.raises(PlanError):
         runner.execute(StepPlan(1, 1, pack_ints([3]), pack_ints([1]), pack_ints([1])))
-    runner.rows.clear()
+    runner.clear()
     assert generate(runner, PROMPT, 2)[0] == expected
 
 
-def test_the_time_of_a_step_is_reported(runner: Runner) -> None:
+def test_the_time_of_a_step_is_reported(runner: EagerRunner) -> None:
     driver = PlanDriver.of(runner)
     driver.begin(0, PROMPT)
     assert runner.execute(driver.plan({0: 9})).compute_us > 0

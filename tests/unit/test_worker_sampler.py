@@ -9,12 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
-from octavo.kernels.ops import get_ops
+from octavo.kernels.ops import Ops, get_ops
 from octavo.kernels.philox import exponential_noise
 from octavo.wire.columns import pack_floats, pack_ints, unpack_floats, unpack_ints
 from octavo.wire.plan import RowSampling
-from octavo.worker.sampler import RowSampler, Sampled, SamplingRow, sample
+from octavo.worker.sampler import RowSampler, Sampled, SamplingRow, draw
 
 VOCAB = 23
 VALID = 21
@@ -32,14 +33,22 @@ class Case:
     logits: list[float]
     choice: int = 0
 
-    def row(self) -> SamplingRow:
-        sampler = RowSampler(self.sampling, self.choice, VOCAB, DEVICE)
-        return SamplingRow(sampler, torch.tensor(self.prompt + self.output), len(self.prompt))
+    def row(self, line: int) -> SamplingRow:
+        sampler = RowSampler(self.sampling, self.choice, DEVICE)
+        return SamplingRow(sampler, line, len(self.prompt), len(self.prompt + self.output))
+
+
+def sample(ops: Ops, logits: Tensor, cases: list[Case]) -> list[Sampled]:
+    """Draw for each case; what a row of the ids holds behind its own is no id at all."""
+    ids = torch.full((len(cases), max(len(c.prompt + c.output) for c in cases) + 3), 2**30)
+    for line, case in enumerate(cases):
+        known = case.prompt + case.output
+        ids[line, : len(known)] = torch.tensor(known)
+    return draw(ops, logits, ids, [case.row(line) for line, case in enumerate(cases)], VALID).collect()
 
 
 def run(cases: list[Case]) -> list[Sampled]:
-    logits = torch.tensor([case.logits for case in cases], dtype=torch.float32)
-    return sample(OPS, logits, [case.row() for case in cases], VALID)
+    return sample(OPS, torch.tensor([case.logits for case in cases], dtype=torch.float32), cases)
 
 
 def oracle(case: Case) -> int | None:
@@ -248,7 +257,7 @@ def test_the_operations_never_see_a_row_that_is_not_finite() -> None:
     ops: Any = SimpleNamespace(**functions, sample=watch)
     cases = [plain(RowSampling(seed=1, top_k=3)), plain(RowSampling(seed=1, top_k=3), logits=[math.nan] * VOCAB)]
     logits = torch.tensor([case.logits for case in cases])
-    assert [r.nonfinite for r in sample(ops, logits, [case.row() for case in cases], VALID)] == [False, True]
+    assert [r.nonfinite for r in sample(ops, logits, cases)] == [False, True]
     assert not seen[0].isnan().any()
 
 

@@ -9,7 +9,8 @@ import torch
 from octavo.wire.columns import pack_ints
 from octavo.wire.plan import FLAG_SAMPLE, NewRow, RowSampling, StepPlan
 from octavo.worker.errors import PlanError
-from octavo.worker.rows import PlannedBatch, RowLimits, Rows
+from octavo.worker.mirror import RowLimits
+from octavo.worker.rows import PlannedBatch, Rows
 
 LIMITS = RowLimits(
     max_num_seqs=4, max_model_len=24, max_num_batched_tokens=32, block_size=4, num_blocks=20, vocab_size=50
@@ -112,7 +113,7 @@ def test_forks_take_ids_table_and_counts_from_before_the_new_id(rows: Rows) -> N
         state = rows.state(row)
         assert rows.known_ids(row).tolist() == [*range(9), 40, 40 + row]
         assert (state.request, state.num_prompt, state.num_known, state.num_computed) == ("r", 9, 11, 10)
-        assert (state.table, state.sampler.choice) == ([7, 3, 5], choice)
+        assert (state.table, state.choice) == ([7, 3, 5], choice)
 
 
 def test_each_fork_takes_the_logits_of_its_source(rows: Rows) -> None:

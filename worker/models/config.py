@@ -8,9 +8,11 @@ from typing import Any
 
 from octavo.worker.errors import ModelConfigError
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 MAX_CONFIG_BYTES = 2**20
+_QWEN3_HEAD_SIZE = 128
+"""Of a Qwen3 config without head_dim: transformers' default, which does not follow from hidden_size."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class ModelConfig:
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
     mlp_bias: bool
+    qk_norm: bool  # RMS norm of each head of queries and keys, before the rotary embedding
     tied_embeddings: bool
     dtype: str  # of the checkpoint: float32, float16 or bfloat16
 
@@ -51,7 +54,7 @@ class ModelConfig:
         """Numbers in all weights together."""
         q_size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         attention = (q_size + 2 * kv_size) * (self.hidden_size + self.qkv_bias)
-        attention += self.hidden_size * (q_size + self.output_bias)
+        attention += self.hidden_size * (q_size + self.output_bias) + 2 * self.head_size * self.qk_norm
         mlp = 3 * self.intermediate_size * self.hidden_size
         mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
@@ -88,21 +91,15 @@ def parse_model_config(values: dict[str, Any]) -> ModelConfig:
     fields = _Fields(values)
     architecture = _architecture(values)
     _refuse_unsupported(values)
-    qwen2 = architecture == "Qwen2ForCausalLM"
+    qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
     hidden_size = fields.count("hidden_size")
     num_heads = fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
-    if values.get("head_dim") is None and hidden_size % num_heads:
-        raise ModelConfigError(
-            f"hidden_size = {hidden_size} is no multiple of num_attention_heads = {num_heads}, and there is no head_dim"
-        )
-    head_size = fields.count("head_dim", hidden_size // num_heads)
+    head_size = _head_size(fields, values, _QWEN3_HEAD_SIZE if qwen3 else None)
     if num_heads % num_kv_heads:
         raise ModelConfigError(
             f"num_attention_heads = {num_heads} is no multiple of num_key_value_heads = {num_kv_heads}"
         )
-    if head_size % 2:
-        raise ModelConfigError(f"head_dim = {head_size} is odd: rotary embedding needs pairs")
     attention_bias = fields.flag("attention_bias", qwen2)
     return ModelConfig(
         architecture=architecture,
@@ -118,7 +115,8 @@ def parse_model_config(values: dict[str, Any]) -> ModelConfig:
         rope=_rope(fields, values),
         qkv_bias=attention_bias,
         output_bias=attention_bias and not qwen2,
-        mlp_bias=fields.flag("mlp_bias", False) and not qwen2,
+        mlp_bias=fields.flag("mlp_bias", False) and not (qwen2 or qwen3),
+        qk_norm=qwen3,
         tied_embeddings=fields.flag("tie_word_embeddings", False),
         dtype=_dtype(values),
     )
@@ -133,6 +131,19 @@ def _architecture(values: dict[str, Any]) -> str:
             f"architecture {names[0]!r} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     return names[0]
+
+
+def _head_size(fields: "_Fields", values: dict[str, Any], default: int | None) -> int:
+    """Read head_dim; without it, the architecture's default, or what hidden_size gives to each head."""
+    hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    if values.get("head_dim") is None and default is None and hidden_size % num_heads:
+        raise ModelConfigError(
+            f"hidden_size = {hidden_size} is no multiple of num_attention_heads = {num_heads}, and there is no head_dim"
+        )
+    head_size = fields.count("head_dim", hidden_size // num_heads if default is None else default)
+    if head_size % 2:
+        raise ModelConfigError(f"head_dim = {head_size} is odd: rotary embedding needs pairs")
+    return head_size
 
 
 def _refuse_unsupported(values: dict[str, Any]) -> None:

@@ -18,13 +18,15 @@ IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 class Batch:
     """One forward pass over rows of any length; T tokens, R rows, S of which want logits."""
 
-    input_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
-    slot_mapping: Tensor  # [T] int64: where each token's keys and values go
+    input_ids: Tensor  # [T] integer
+    positions: Tensor  # [T] integer
+    slot_mapping: Tensor  # [T] int64: where each token's keys and values go; -1: nowhere
     block_tables: Tensor  # [R, max_blocks] int32
     query_start: Tensor  # [R + 1] int32
     seq_lens: Tensor  # [R] int32
-    logits_index: Tensor  # [S] int64: tokens whose logits are wanted
+    logits_index: Tensor | None  # [S] int64: tokens whose logits are wanted; None: all
+    num_decodes: int = 0  # at least so many rows come first that have one token each
+    max_query_len: int | None = None  # most tokens of a row behind those; None: not known
 
 
 @dataclass(frozen=True)
@@ -77,17 +79,17 @@ class Decoder:
         """Compute the batch's tokens, store their keys and values, and return logits.
 
         Returns:
-            [S, vocab_size] float32.
+            [S, vocab_size] in the model's dtype.
         """
         x = torch.nn.functional.embedding(batch.input_ids, self._embedding)
         residual: Tensor | None = None
         for layer, cache in zip(self._layers, caches, strict=True):
             x, residual = layer.forward(self._ops, x, residual, self._cos_sin, batch, cache)
         wanted = batch.logits_index
-        x, _ = self._ops.rms_norm(
-            x[wanted], self._norm, self.config.rms_norm_eps, None if residual is None else residual[wanted]
-        )
-        return self._ops.linear(x, self._head).float()
+        if wanted is not None:
+            x, residual = x[wanted], None if residual is None else residual[wanted]
+        x, _ = self._ops.rms_norm(x, self._norm, self.config.rms_norm_eps, residual)
+        return self._ops.linear(x, self._head)
 
 
 class _Layer:
@@ -120,6 +122,8 @@ class _Layer:
             config.hidden_size,
             config.output_bias,
         )
+        self._q_norm = placement.empty(head) if config.qk_norm else None
+        self._k_norm = placement.empty(head) if config.qk_norm else None
         self._mlp_norm = placement.empty(config.hidden_size)
         self._gate_up = ColumnParallel(
             placement,
@@ -138,6 +142,9 @@ class _Layer:
             **self._gate_up.targets,
             **self._down.targets,
         }
+        for name, norm in (("q_norm", self._q_norm), ("k_norm", self._k_norm)):
+            if norm is not None:
+                self.targets[f"{attention}.{name}.weight"] = whole(norm)
 
     def finish_loading(self, ops: Ops) -> None:
         for projection in (self._qkv, self._output, self._gate_up, self._down):
@@ -151,9 +158,29 @@ class _Layer:
         x, residual = ops.rms_norm(x, self._input_norm, self._eps, residual)
         q, k, v = torch.split(self._qkv(ops, x), self._qkv.sizes, dim=-1)
         q, k, v = (part.view(num_tokens, -1, self._head_size) for part in (q, k, v))
-        q = ops.rotary_and_write_kv(q, k, v, batch.positions, cos_sin, cache.keys, cache.values, batch.slot_mapping)
+        q = ops.rotary_and_write_kv(
+            q,
+            k,
+            v,
+            batch.positions,
+            cos_sin,
+            cache.keys,
+            cache.values,
+            batch.slot_mapping,
+            self._q_norm,
+            self._k_norm,
+            self._eps,
+        )
         attended = ops.paged_attention(
-            q, cache.keys, cache.values, batch.block_tables, batch.query_start, batch.seq_lens, self._scale
+            q,
+            cache.keys,
+            cache.values,
+            batch.block_tables,
+            batch.query_start,
+            batch.seq_lens,
+            self._scale,
+            num_decodes=batch.num_decodes,
+            max_query_len=batch.max_query_len,
         )
         x = self._output(ops, attended.view(num_tokens, -1))
         x, residual = ops.rms_norm(x, self._mlp_norm, self._eps, residual)

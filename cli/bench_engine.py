@@ -1,0 +1,258 @@
+"""The engine that a benchmark measures: a scheduler and a worker in processes of their own, as in production.
+
+They are started through the command line (`octavo scheduler`, `octavo worker`) and meet over ipc in a temporary folder;
+the frontend's part is played by `EngineClient` in this process.
+"""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from octavo.cli.bench_client import EngineClient, RunFailed
+from octavo.cli.bench_workloads import warmup
+from octavo.cli.errors import CommandError
+from octavo.cli.supervisor import OCTAVO
+from octavo.wire.errors import WireError
+from octavo.wire.handshake import ServiceFacts
+from octavo.wire.model_digest import model_digest
+
+LOG_TAIL_LINES = 20
+END_TIMEOUT_S = 10.0
+DEATH_DELAY_S = 2.0
+"""How long a broken session may be ahead of the end of the process that broke it."""
+
+_SCHEDULER_FLAGS = ("max-model-len", "enable-prefix-caching", "step-timeout", "trace-plans")
+_WORKER_FLAGS = (
+    "device",
+    "backend",
+    "dtype",
+    "load-format",
+    "max-model-len",
+    "max-num-seqs",
+    "max-num-batched-tokens",
+    "block-size",
+    "num-gpu-blocks-override",
+    "kv-cache-memory-bytes",
+    "gpu-memory-utilization",
+    "num-threads",
+    "seed",
+)
+FLAGS = tuple(dict.fromkeys((*_SCHEDULER_FLAGS, *_WORKER_FLAGS)))
+"""Flags of the engine, without dashes in front."""
+
+_MAX_WAITING_REQUESTS = 2**20
+_MAX_WAITING_TOKENS = 2**30
+
+
+class EngineFailed(CommandError):
+    """The engine did not start, or a process of it ended; the message shows the end of its log."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What to start.
+
+    Args:
+        folder: the model; a config.json is enough with the load format `dummy`.
+        flags: values by flag of FLAGS; None: the engine's own default.
+        worker_arguments: given to the worker as they are, after all others.
+        start_timeout_s: most seconds until it is ready.
+    """
+
+    folder: Path
+    flags: Mapping[str, object] = field(default_factory=dict)
+    worker_arguments: tuple[str, ...] = ()
+    start_timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that is ready and warm."""
+
+    client: EngineClient
+    facts: ServiceFacts
+    num_blocks: int  # of the KV cache, the null block included
+    start_s: float  # from the start of the first process until the engine was ready
+    backend: str | None  # as the worker's log says, None where it does not
+    torch_device: str | None
+
+
+class EngineProcesses:
+    """The two processes and their logs, in a folder that somebody else removes.
+
+    Args:
+        settings: what to start.
+        folder: for the socket and the logs.
+        program: what is run with a role and its arguments.
+    """
+
+    def __init__(self, settings: EngineSettings, folder: Path, program: tuple[str, ...] = OCTAVO) -> None:
+        self.address = f"ipc://{folder}/scheduler"
+        self._folder = folder
+        self._program = program
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        flags = settings.flags
+        queue = {"max-waiting-requests": _MAX_WAITING_REQUESTS, "max-waiting-tokens": _MAX_WAITING_TOKENS}
+        model = str(settings.folder)
+        self._commands = {
+            "scheduler": [model, *_words({**_chosen(flags, _SCHEDULER_FLAGS), **queue})],
+            "worker": [model, *_words(_chosen(flags, _WORKER_FLAGS)), *settings.worker_arguments],
+        }
+
+    def start(self) -> None:
+        """Start both."""
+        for role, arguments in self._commands.items():
+            common = ["--scheduler-address", self.address, "--exit-with-parent", str(os.getpid())]
+            with self._log(role).open("wb") as log:
+                self._processes[role] = subprocess.Popen(
+                    [*self._program, role, *arguments, *common], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by role."""
+        return {role: process.pid for role, process in self._processes.items()}
+
+    def check(self) -> None:
+        """Check that both live.
+
+        Raises:
+            EngineFailed: one has ended.
+        """
+        for role, process in self._processes.items():
+            if (code := process.poll()) is not None:
+                how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                raise EngineFailed(f"the {role} ended ({how}); the last it said:\n{self.tail(role)}")
+
+    def explain(self, error: RunFailed) -> CommandError:
+        """Return what really happened where a run broke because a process ended."""
+        end = time.monotonic() + DEATH_DELAY_S
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+        try:
+            self.check()
+        except EngineFailed as failed:
+            return EngineFailed(f"{error}; {failed}")
+        return error
+
+    def text(self, role: str) -> str:
+        """Return what a process has said so far."""
+        return self._log(role).read_text(encoding="utf-8", errors="replace")
+
+    def tail(self, role: str) -> str:
+        """Return the last lines of it."""
+        return "\n".join(f"  {line}" for line in self.text(role).splitlines()[-LOG_TAIL_LINES:])
+
+    def stop(self) -> None:
+        """End both; what does not end in time is killed."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.terminate()
+        end = time.monotonic() + END_TIMEOUT_S
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _log(self, role: str) -> Path:
+        return self._folder / f"{role}.log"
+
+
+@contextmanager
+def running_engine(settings: EngineSettings, program: tuple[str, ...] = OCTAVO) -> Iterator[Engine]:
+    """Start an engine, run the warm-up workload, yield it, and end its processes whatever happens.
+
+    Args:
+        settings: what to start.
+        program: what is run with a role and its arguments.
+
+    Raises:
+        EngineFailed: it does not start, or one of its processes ended meanwhile.
+        RunFailed: a run on it failed for another reason.
+    """
+    with tempfile.TemporaryDirectory(prefix="octavo-bench-") as name:
+        processes = EngineProcesses(settings, Path(name), program)
+        try:
+            client = EngineClient(processes.address, model_digest(settings.folder), processes.check)
+        except WireError as error:
+            raise EngineFailed(f"{error}; TMPDIR can name a shorter folder") from error
+        try:
+            yield _ready(processes, client, settings.start_timeout_s)
+        except RunFailed as error:
+            if (cause := processes.explain(error)) is not error:
+                raise cause from error
+            raise
+        finally:
+            client.close()
+            processes.stop()
+
+
+def _ready(processes: EngineProcesses, client: EngineClient, timeout_s: float) -> Engine:
+    began = time.monotonic()
+    processes.start()
+    facts = client.connect(timeout_s, _Waiting(processes, began))
+    start_s = time.monotonic() - began
+    say(f"ready after {start_s:.1f} s")
+    num_blocks = client.status().total_blocks
+    log = processes.text("worker")
+    client.run(warmup(facts.vocab_size))
+    client.reset_prefix_cache()
+    return Engine(client, facts, num_blocks, start_s, _found(r"\bbackend (\w+)", log), _found(r" on (cuda|cpu)\b", log))
+
+
+class _Waiting:
+    """Says on standard error what a start waits for and what the worker says, when that changes."""
+
+    def __init__(self, processes: EngineProcesses, began: float) -> None:
+        self._processes = processes
+        self._began = began
+        self._shown = ""
+        self._num_lines = 0
+
+    def __call__(self, reason: str) -> None:
+        if reason != self._shown:
+            self._shown = reason
+            self._say(f"waiting: {reason}")
+        lines = self._processes.text("worker").splitlines()
+        for line in lines[self._num_lines :]:
+            self._say(line)
+        self._num_lines = len(lines)
+
+    def _say(self, words: str) -> None:
+        say(f"{time.monotonic() - self._began:6.1f} s  {words}")
+
+
+def say(words: str) -> None:
+    """Print a line for whoever watches, apart from the results."""
+    sys.stderr.write(f"{words}\n")
+    sys.stderr.flush()
+
+
+def _chosen(flags: Mapping[str, object], names: tuple[str, ...]) -> dict[str, object]:
+    return {name: flags[name] for name in names if flags.get(name) is not None}
+
+
+def _words(flags: Mapping[str, object]) -> list[str]:
+    words: list[str] = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def _found(pattern: str, text: str) -> str | None:
+    matches = re.findall(pattern, text)
+    return matches[-1] if matches else None

@@ -1,0 +1,59 @@
+"""Weights on their way from mapped files to a device: through pinned buffers, so that reading and copying overlap."""
+
+import torch
+from torch import Tensor
+
+STAGING_BYTES = 64 * 2**20
+"""Of each buffer: large enough that a copy over PCIe is long beside its launch, small beside the weights."""
+_NUM_BUFFERS = 2
+
+
+class Staging:
+    """Copies tensors of the CPU to one device, piece by piece, each buffer filled while another one is copied.
+
+    On the CPU itself there is nothing to stage: tensors are copied at once.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int = STAGING_BYTES) -> None:
+        """Prepare buffers of `num_bytes` each; they are made when the first tensor comes."""
+        self._device = device
+        self._num_bytes = num_bytes
+        self._buffers: list[Tensor] = []
+        self._copied: list[torch.cuda.Event] = []
+        self._next = 0
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy `source` to `target`, of the same shape and any dtype; `finish` says when it has arrived.
+
+        The source may be dropped at once; the target must be contiguous.
+        """
+        if self._device.type == "cpu":
+            target.copy_(source)
+            return
+        # Flat, so that a piece is a run of numbers, whatever the shape. Converted on the way into the buffer: what
+        # crosses the bus is in the target's dtype.
+        flat_target, flat_source = target.view(-1), source.reshape(-1)
+        piece = self._num_bytes // target.dtype.itemsize
+        for start in range(0, flat_target.numel(), piece):
+            part = flat_source[start : start + piece]
+            buffer = self._take().view(target.dtype)[: part.numel()]
+            buffer.copy_(part)
+            flat_target[start : start + piece].copy_(buffer, non_blocking=True)
+            self._copied[self._next].record()
+            self._next = (self._next + 1) % _NUM_BUFFERS
+
+    def finish(self) -> None:
+        """Wait until everything has arrived, and free the buffers."""
+        for event in self._copied:
+            event.synchronize()
+        self._buffers, self._copied = [], []
+
+    def _take(self) -> Tensor:
+        """Return the buffer whose turn it is, once its last copy is done."""
+        if not self._buffers:
+            self._buffers = [
+                torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_BUFFERS)
+            ]
+            self._copied = [torch.cuda.Event() for _ in range(_NUM_BUFFERS)]
+        self._copied[self._next].synchronize()  # at once where nothing was recorded
+        return self._buffers[self._next]

@@ -1,0 +1,25 @@
+"""Small columns from host to device and back, without waiting for the device.
+
+On a GPU both directions go through pinned memory of torch's caching allocator, which does not give the memory to anybody
+else before the copy is done.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def to_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return [n] values on a device; the copy is enqueued on the current stream."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def to_host(values: Tensor) -> Tensor:
+    """Return a copy in host memory, which is valid once the current stream has come so far; on the CPU the tensor itself."""
+    if not values.is_cuda:
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
