@@ -248,9 +248,7 @@ class EngineClient:
                 if blocked := not self._can_send():
                     break
                 submitted[num_sent] = time.monotonic()
-                self._submit(
-                    base + num_sent, requests[num_sent], int(wanted[num_sent]), num_sent, workload.temperature
-                )
+                self._submit(base + num_sent, requests[num_sent], int(wanted[num_sent]), num_sent, workload.temperature)
                 num_sent += 1
                 due -= 1
             self._wait(_BLOCKED_MS if blocked else 0 if due else None)

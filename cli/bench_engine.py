@@ -35,13 +35,16 @@ _WORKER_FLAGS = (
     "backend",
     "dtype",
     "load-format",
+    "enforce-eager",
+    "batch-invariant",
     "max-model-len",
     "max-num-seqs",
     "max-num-batched-tokens",
     "block-size",
+    "gpu-memory-utilization",
     "num-gpu-blocks-override",
     "kv-cache-memory-bytes",
-    "gpu-memory-utilization",
+    "kv-cache-dtype",
     "num-threads",
     "seed",
 )
@@ -79,7 +82,7 @@ class Engine:
 
     client: EngineClient
     facts: ServiceFacts
-    num_blocks: int  # of the KV cache, the null block included
+    num_blocks: int  # of the KV cache that requests can hold
     start_s: float  # from the start of the first process until the engine was ready
     backend: str | None  # as the worker's log says, None where it does not
     torch_device: str | None

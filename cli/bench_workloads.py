@@ -145,7 +145,9 @@ def serving(vocab_size: int, concurrency: int, requests_per_client: int = 4, fix
     return Workload(f"serving_sharegpt_c{concurrency}", chats.requests)
 
 
-def warmup(vocab_size: int, num_requests: int = 32, num_prompt_tokens: int = 96, num_output_tokens: int = 16) -> Workload:
+def warmup(
+    vocab_size: int, num_requests: int = 32, num_prompt_tokens: int = 96, num_output_tokens: int = 16
+) -> Workload:
     """Return requests of growing prompts that bring an engine to its working temperature before anything is timed."""
     rng = np.random.default_rng(99)
     prompts = range(num_prompt_tokens, num_prompt_tokens + num_requests)

@@ -1,5 +1,6 @@
 """octavo doctor: looks for what would keep a service from running well, and says what to do about it."""
 
+import importlib.util
 import os
 import resource
 import shutil
@@ -28,6 +29,11 @@ _MIN_MEMORY_BYTES = 2 * 2**30
 _MIN_DISK_BYTES = 2**30
 _MIN_OPEN_FILES = 1024
 _GPU_TIMEOUT_S = 10
+_GPU_QUERY = "name,compute_cap,memory.total,memory.free"
+_MIN_CAPABILITY = (8, 0)
+"""Of backend triton."""
+_MIN_GPU_SHARE = 0.9
+"""Default of --gpu-memory-utilization: less of it free is not enough for a worker with the defaults."""
 
 _COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 
@@ -98,10 +104,33 @@ def _gpu() -> Finding:
     if tool is None:
         return Finding("OK", "GPU", "none; the CPU will be used")
     try:
-        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=_GPU_TIMEOUT_S, check=True)
+        query = [tool, f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader"]
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=_GPU_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return Finding("WARN", "GPU", f"nvidia-smi fails ({error}): check the driver; the CPU will be used")
-    return Finding("OK", "GPU", "; ".join(line.split(" (UUID")[0] for line in listed.stdout.splitlines()) or "none")
+    if not listed.strip():
+        return Finding("OK", "GPU", "none; the CPU will be used")
+    remedies = list(dict.fromkeys(remedy for line in listed.splitlines() for remedy in _gpu_remedies(line)))
+    if importlib.util.find_spec("triton") is None:
+        remedies.append("--backend reference, since triton is absent, or install it")
+    words = "; ".join(listed.splitlines())
+    return Finding("WARN", "GPU", f"{words}: use {'; '.join(remedies)}") if remedies else Finding("OK", "GPU", words)
+
+
+def _gpu_remedies(line: str) -> list[str]:
+    """Say with which flags a worker runs on the device of this line; none where the defaults do."""
+    try:
+        _, capability, total, free = (field.strip() for field in line.split(","))
+        found = tuple(int(part) for part in capability.split("."))
+        share = float(free.split()[0]) / float(total.split()[0])
+    except (ValueError, IndexError, ZeroDivisionError):
+        return []  # not every driver and device tells everything
+    remedies = []
+    if found < _MIN_CAPABILITY:
+        remedies.append("--backend reference, since backend triton needs compute capability 8.0")
+    if share < _MIN_GPU_SHARE:
+        remedies.append(f"--gpu-memory-utilization {max(share - 0.05, 0.05):.2f}, since others use the memory")
+    return remedies
 
 
 def _models() -> Finding:

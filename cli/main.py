@@ -19,6 +19,7 @@ _MODULES = {
     "status": "status",
     "cache": "cache",
     "doctor": "doctor",
+    "bench": "bench",
 }
 """Which module of octavo.cli has which command: only the one that is called is imported, so that each starts fast."""
 

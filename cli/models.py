@@ -77,7 +77,9 @@ def _describe(table: Table, config: ModelConfig) -> None:
     table.add_row("architecture", config.architecture)
     table.add_row("layers", f"{config.num_layers}, hidden size {config.hidden_size}, MLP {config.intermediate_size}")
     table.add_row(
-        "attention", f"{config.num_heads} heads of {config.head_size}, {config.num_kv_heads} for keys and values"
+        "attention",
+        f"{config.num_heads} heads of {config.head_size}, {config.num_kv_heads} for keys and values"
+        f"{', norm of queries and keys' if config.qk_norm else ''}",
     )
     table.add_row("context", f"{config.max_positions} tokens (rotary embedding: {config.rope.kind})")
     table.add_row("vocabulary", f"{config.vocab_size}, {'tied' if config.tied_embeddings else 'untied'} embeddings")
@@ -85,7 +87,7 @@ def _describe(table: Table, config: ModelConfig) -> None:
     table.add_row("KV cache", ", ".join(f"{per_token * size} bytes a token in {name}" for name, size in _CACHE_DTYPES))
 
 
-_CACHE_DTYPES = (("float32", 4), ("16 bits", 2))
+_CACHE_DTYPES = (("float32", 4), ("16 bits", 2), ("fp8", 1))
 
 
 def _describe_files(table: Table, files: list[CheckpointFile], config: ModelConfig | None) -> None:

@@ -75,6 +75,12 @@ def _config_callback(context: typer.Context, path: Path | None) -> Path | None:
     return read_config_file(context, path)
 
 
+def _share(value: float) -> float:
+    if not 0.0 < value <= 1.0:
+        raise typer.BadParameter(f"{value} must be above 0 and at most 1")
+    return value
+
+
 def _positive(what: type[int] | type[float]) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if value is not None and not what(value) > 0:
@@ -119,9 +125,10 @@ Grace = Annotated[
     float, option("--grace", _LISTEN, "Seconds that running streams get after SIGTERM.", callback=_positive(float))
 ]
 DeviceName = Literal["auto", "cpu", "cuda"]
-BackendName = Literal["auto", "cpu", "reference"]
+BackendName = Literal["auto", "cpu", "reference", "triton"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormatName = Literal["auto", "dummy"]
+KvCacheDtypeName = Literal["auto", "fp8"]
 if TYPE_CHECKING:
     PolicyName = str
 else:
@@ -134,21 +141,40 @@ Backend = Annotated[
     option(
         "--backend",
         _MODEL,
-        "Kernels: cpu is fast, the ids of reference do not depend on the batch; auto: cpu, on CUDA reference.",
+        "Kernels: cpu and triton (CUDA) are fast, the ids of reference do not depend on the batch; auto: cpu, on CUDA "
+        "triton.",
     ),
 ]
 Dtype = Annotated[
-    DtypeName, option("--dtype", _MODEL, "Of weights and KV cache; auto: float32, on CUDA the checkpoint's.")
+    DtypeName, option("--dtype", _MODEL, "Of weights and activations; auto: float32, on CUDA the checkpoint's.")
 ]
 LoadFormat = Annotated[LoadFormatName, option("--load-format", _MODEL, "auto: safetensors; dummy: random weights.")]
+EnforceEager = Annotated[
+    bool,
+    option("--enforce-eager/--no-enforce-eager", _MODEL, "Launch every kernel by itself: no CUDA graphs."),
+]
+BatchInvariant = Annotated[
+    bool,
+    option(
+        "--batch-invariant/--no-batch-invariant",
+        _MODEL,
+        "The bits of an answer do not depend on what runs beside it; slower. Backend reference is always so.",
+    ),
+]
 NumThreads = Annotated[int | None, option("--num-threads", _MODEL, "Threads of the worker; default: all cores.", min=1)]
 Seed = Annotated[int, option("--seed", _MODEL, "Seed of dummy weights.")]
 MaxModelLen = Annotated[
     int | None,
     option("--max-model-len", _LIMITS, "Most tokens of prompt and output; default: what model and pool allow.", min=2),
 ]
-MaxNumSeqs = Annotated[int, option("--max-num-seqs", _LIMITS, "Most sequences that run at once.", min=1)]
-MaxNumBatchedTokens = Annotated[int, option("--max-num-batched-tokens", _LIMITS, "Most tokens of a step.", min=1)]
+MaxNumSeqs = Annotated[
+    int | None,
+    option("--max-num-seqs", _LIMITS, "Most sequences that run at once; default: 64, on CUDA 256.", min=1),
+]
+MaxNumBatchedTokens = Annotated[
+    int | None,
+    option("--max-num-batched-tokens", _LIMITS, "Most tokens of a step; default: 512, on CUDA 8192.", min=1),
+]
 LongPrefillTokenThreshold = Annotated[
     int,
     option(
@@ -222,11 +248,37 @@ EnablePrefixCaching = Annotated[
         "Share and find again blocks with equal prefixes.",
     ),
 ]
+GpuMemoryUtilization = Annotated[
+    float,
+    option(
+        "--gpu-memory-utilization",
+        _MEMORY,
+        "Share of a CUDA device's memory that the worker takes, weights and KV cache together; what other processes "
+        "have there does not change it.",
+        callback=_share,
+    ),
+]
 NumGpuBlocksOverride = Annotated[
     int | None,
     option("--num-gpu-blocks-override", _MEMORY, "Blocks of the KV cache, whatever memory that takes.", min=2),
 ]
-KvCacheMemoryBytes = Annotated[int, option("--kv-cache-memory-bytes", _MEMORY, "Bytes of the KV cache.", min=1)]
+KvCacheMemoryBytes = Annotated[
+    int | None,
+    option(
+        "--kv-cache-memory-bytes",
+        _MEMORY,
+        "Bytes of the KV cache; default: 1 GiB, on CUDA what --gpu-memory-utilization leaves.",
+        min=1,
+    ),
+]
+KvCacheDtype = Annotated[
+    KvCacheDtypeName,
+    option(
+        "--kv-cache-dtype",
+        _MEMORY,
+        "auto: as --dtype; fp8: 8 bits a number (backend triton, compute capability 8.9 or higher).",
+    ),
+]
 SchedulerAddress = Annotated[
     str | None,
     option(

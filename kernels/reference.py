@@ -243,7 +243,6 @@ def _attend_tiles(
     """
     num_tiles, num_kv_heads, lines, _ = q.shape
     block_size = key_cache.shape[1]
-    keys_flat, values_flat = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
     most = visible.amax(dim=1)  # [tiles], descending
     peak = q.new_full((num_tiles, num_kv_heads, lines, 1), float("-inf"))
     mass = torch.zeros_like(peak)
@@ -255,10 +254,11 @@ def _attend_tiles(
         exists = place < most[:active, None]  # [active, 64]
         # Keys that do not exist are read from the row's own first slot and then zeroed, so no foreign slot is touched.
         place = torch.where(exists, place, 0)
-        slots = tables[:active].gather(1, place // block_size) * block_size + place % block_size
+        # By block and offset, not through a flattened view: the cache may lie in memory in another order.
+        slots = tables[:active].gather(1, place // block_size), place % block_size
         gone = ~exists[:, None, :, None]
-        k = keys_flat[slots].transpose(1, 2).float().masked_fill(gone, 0.0)  # [active, nkv, 64, d]
-        v = values_flat[slots].transpose(1, 2).float().masked_fill(gone, 0.0)
+        k = key_cache[slots].transpose(1, 2).float().masked_fill(gone, 0.0)  # [active, nkv, 64, d]
+        v = value_cache[slots].transpose(1, 2).float().masked_fill(gone, 0.0)
         limit = visible[:active, None, :, None]
         hidden = (start + lane) >= limit  # [active, 1, M, 64]
         if window > 0:

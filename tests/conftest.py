@@ -1,5 +1,6 @@
 """Fixtures that several kinds of tests share."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,12 @@ import pytest
 import octavo.worker  # noqa: F401 - first of all: it sets how the threads of torch wait
 from octavo.cli.model_store import DEMO, fetch
 from tests.support import service
+
+import torch  # isort: skip - behind octavo.worker
+
+if not torch.cuda.is_available():
+    # Triton's kernels then run through its interpreter; it must be told before they are defined.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -73,7 +73,9 @@ def choose_backend(config: WorkerConfig, device: torch.device) -> str:
     if name == "cpu" and device.type != "cpu":
         raise StartError(f"backend {name!r} does not run on device {str(device)!r}; backend 'reference' does")
     if name == "cpu" and config.batch_invariant:
-        raise StartError("batch_invariant: the bits of backend 'cpu' depend on the batch; --backend reference is for it")
+        raise StartError(
+            "batch_invariant: the bits of backend 'cpu' depend on the batch; --backend reference is for it"
+        )
     return name
 
 

@@ -89,10 +89,12 @@ def load(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWor
 
     measured = _profile(chosen, make_runner) if device.type == "cuda" else None
     num_blocks = kv_cache.choose_num_blocks(config, chosen.cache, measured)
-    with memory.named_shortage(device, "the KV cache and the warm-up", "lower --gpu-memory-utilization"):
+    with memory.named_shortage(device, "the KV cache and the warm-up", "leave it more of the device"):
         runner = make_runner(num_blocks)
         between_tensors()
         _warm_up(runner)
+        if not config.enforce_eager:
+            runner.capture()
     facts = _facts(chosen, num_blocks)
     logger.info(
         "ready in %.1f s (%.1f s after the weights): %s, %d blocks of %d tokens (%s), %s on %s, backend %s, %d threads",
@@ -114,7 +116,7 @@ def _choose(config: WorkerConfig) -> _Choices:
     """Check the config, the device and the model folder, and decide what is left open; nothing is allocated."""
     _check_settings(config)
     device = backends.choose_device(config.device)
-    if device.index is not None:
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # kernels are launched on the current one
     backend = backends.choose_backend(config, device)
     if config.num_threads is not None:
@@ -155,7 +157,12 @@ def _load_model(chosen: _Choices, ops: Ops, between_tensors: Callable[[], None])
 
 def _make_runner(chosen: _Choices, model: Decoder, ops: Ops, num_blocks: int) -> Runner:
     caches = kv_cache.allocate(chosen.cache, num_blocks)
-    return EagerRunner(model, ops, caches, chosen.limits(num_blocks), chosen.placement.device, chosen.valid_vocab)
+    limits, device = chosen.limits(num_blocks), chosen.placement.device
+    if chosen.backend == "triton":
+        from octavo.worker.gpu.runner import GpuRunner  # where there is no Triton, the others run without
+
+        return GpuRunner(model, ops, caches, limits, device, chosen.valid_vocab)
+    return EagerRunner(model, ops, caches, limits, device, chosen.valid_vocab)
 
 
 def _profile(chosen: _Choices, make_runner: Callable[[int], Runner]) -> memory.DeviceMemory:

@@ -4,11 +4,12 @@ import time
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from octavo.kernels.ops import Ops
 from octavo.wire.plan import StepPlan, StepResult
 from octavo.worker.mirror import RowLimits
-from octavo.worker.models.decoder import Decoder, KVCache
+from octavo.worker.models.decoder import Batch, Decoder, KVCache
 from octavo.worker.results import step_result
 from octavo.worker.rows import Rows
 from octavo.worker.sampler import Sampled, draw
@@ -45,6 +46,14 @@ class Runner(Protocol):
         """Plans that were launched and whose results were not taken."""
         ...
 
+    def profile(self) -> None:
+        """Run the largest step once, without touching any row or block: what it takes at its peak is then known."""
+        ...
+
+    def capture(self) -> None:
+        """Capture what can be captured; plans can be executed before as well, slower."""
+        ...
+
     def launch(self, plan: StepPlan) -> None:
         """Apply a plan and start what it asks for; does not wait for the device.
 
@@ -70,6 +79,29 @@ class Runner(Protocol):
         ...
 
 
+def profile_batch(limits: RowLimits, device: torch.device) -> Batch:
+    """Return the largest step: one prompt as long as it may be, and logits for as many rows as there can be.
+
+    It writes nothing (all slots are -1) and reads block 1 in place of every other, whatever that holds.
+    """
+    num_tokens = limits.max_num_batched_tokens
+    length = min(num_tokens, limits.max_model_len)
+
+    def column(value: int, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.full((size,), value, dtype=dtype, device=device)
+
+    return Batch(
+        input_ids=column(0, num_tokens, torch.int32),
+        positions=column(0, num_tokens, torch.int32),
+        slot_mapping=column(-1, num_tokens, torch.int64),
+        block_tables=torch.ones(1, -(-length // limits.block_size), dtype=torch.int32, device=device),
+        query_start=torch.tensor([0, length], dtype=torch.int32, device=device),
+        seq_lens=column(length, 1, torch.int32),
+        logits_index=column(0, min(limits.max_num_seqs, num_tokens), torch.int32),
+        max_query_len=length,
+    )
+
+
 class EagerRunner:
     """Executes each plan at once: `launch` returns when its result is there."""
 
@@ -80,6 +112,7 @@ class EagerRunner:
         self._model = model
         self._ops = ops
         self._caches = caches
+        self._device = device
         self._valid_vocab = valid_vocab
         self._results: list[StepResult] = []
 
@@ -87,6 +120,14 @@ class EagerRunner:
     def num_in_flight(self) -> int:
         """Plans whose results were not taken."""
         return len(self._results)
+
+    @torch.inference_mode()
+    def profile(self) -> None:
+        """Run the largest step once, without touching any row or block."""
+        self._model.forward(profile_batch(self.rows.limits, self._device), self._caches).float()
+
+    def capture(self) -> None:
+        """Do nothing: there is nothing to capture."""
 
     def launch(self, plan: StepPlan) -> None:
         """Execute a plan.

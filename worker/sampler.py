@@ -9,6 +9,7 @@ cost nothing more than the most likely id.
 
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,19 +29,34 @@ class RowSampler:
     def __init__(self, parameters: RowSampling, choice: int, device: torch.device) -> None:
         self.parameters = parameters
         self.choice = choice
-
-        def ids(column: bytes) -> Tensor:
-            return to_device(unpack_ints(column), torch.int64, device)
-
-        self.stop_ids = ids(parameters.stop_token_ids)
-        self.allowed_ids = ids(parameters.allowed_token_ids)
-        self.bias_ids = ids(parameters.logit_bias_ids)
-        self.bias = to_device(unpack_floats(parameters.logit_bias_values), torch.float32, device)
+        self._device = device
         self.is_greedy = parameters.temperature < GREEDY_BELOW
         self.has_filters = parameters.min_p > 0 or parameters.top_k > 0 or parameters.top_p < 1
         self.has_penalties = (
             parameters.presence_penalty != 0 or parameters.frequency_penalty != 0 or parameters.repetition_penalty != 1
         )
+
+    # Most rows have no such lists: the tensors are made when they are needed.
+
+    @cached_property
+    def stop_ids(self) -> Tensor:
+        """[n] int64: what min_tokens holds back."""
+        return to_device(unpack_ints(self.parameters.stop_token_ids), torch.int64, self._device)
+
+    @cached_property
+    def allowed_ids(self) -> Tensor:
+        """[n] int64: nothing else may be drawn, unless there are none."""
+        return to_device(unpack_ints(self.parameters.allowed_token_ids), torch.int64, self._device)
+
+    @cached_property
+    def bias_ids(self) -> Tensor:
+        """[n] int64: ids with a bias."""
+        return to_device(unpack_ints(self.parameters.logit_bias_ids), torch.int64, self._device)
+
+    @cached_property
+    def bias(self) -> Tensor:
+        """[n] float32: their biases."""
+        return to_device(unpack_floats(self.parameters.logit_bias_values), torch.float32, self._device)
 
     def fork(self, choice: int) -> "RowSampler":
         """Return a sampler with the same parameters for another choice."""
@@ -50,7 +66,7 @@ class RowSampler:
 
     def holds_back_stops(self, num_output: int) -> bool:
         """Say whether stop ids must not be drawn yet."""
-        return num_output < self.parameters.min_tokens and self.stop_ids.numel() > 0
+        return num_output < self.parameters.min_tokens and len(self.parameters.stop_token_ids) > 0
 
     def is_plain(self, num_output: int) -> bool:
         """Say whether nothing but the temperature decides, and nobody asks for log-probabilities."""
@@ -58,8 +74,8 @@ class RowSampler:
             (self.has_filters and not self.is_greedy)
             or self.has_penalties
             or self.parameters.logprobs >= 0
-            or self.allowed_ids.numel()
-            or self.bias_ids.numel()
+            or self.parameters.allowed_token_ids
+            or self.parameters.logit_bias_ids
             or self.holds_back_stops(num_output)
         )
 
@@ -143,7 +159,7 @@ def draw(ops: Ops, logits: Tensor, ids: Tensor, rows: list[SamplingRow], valid_v
 
 
 def _apply_masks(ops: Ops, logits: Tensor, rows: list[SamplingRow]) -> None:
-    allowed = [(i, row.sampler.allowed_ids) for i, row in enumerate(rows) if row.sampler.allowed_ids.numel()]
+    allowed = [(i, row.sampler.allowed_ids) for i, row in enumerate(rows) if row.sampler.parameters.allowed_token_ids]
     if allowed:
         ops.apply_allowed(logits, *_pairs(allowed))
     held_back = [
@@ -152,7 +168,7 @@ def _apply_masks(ops: Ops, logits: Tensor, rows: list[SamplingRow]) -> None:
     if held_back:
         places = _pairs(held_back)
         ops.apply_logit_bias(logits, *places, logits.new_full(places[0].shape, _NEGATIVE_INFINITY))
-    biased = [(i, row.sampler.bias_ids) for i, row in enumerate(rows) if row.sampler.bias_ids.numel()]
+    biased = [(i, row.sampler.bias_ids) for i, row in enumerate(rows) if row.sampler.parameters.logit_bias_ids]
     if biased:
         values = torch.cat([rows[i].sampler.bias for i, _ in biased])
         ops.apply_logit_bias(logits, *_pairs(biased), values)

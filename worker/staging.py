@@ -51,9 +51,11 @@ class Staging:
     def _take(self) -> Tensor:
         """Return the buffer whose turn it is, once its last copy is done."""
         if not self._buffers:
-            self._buffers = [
-                torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_BUFFERS)
-            ]
+            self._buffers = [_pinned(self._num_bytes) for _ in range(_NUM_BUFFERS)]
             self._copied = [torch.cuda.Event() for _ in range(_NUM_BUFFERS)]
         self._copied[self._next].synchronize()  # at once where nothing was recorded
         return self._buffers[self._next]
+
+
+def _pinned(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -6,7 +6,9 @@ else before the copy is done.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -23,3 +25,9 @@ def to_host(values: Tensor) -> Tensor:
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return host.copy_(values, non_blocking=True)
+
+
+def upload(values: NDArray[np.int32], device: torch.device) -> Tensor:
+    """Return [n] int32 on a device; the copy is enqueued on the current stream, and `values` may change at once."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()

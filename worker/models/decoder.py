@@ -70,6 +70,10 @@ class Decoder:
             layer.finish_loading(self._ops)
         self._head = self._ops.prepare_weight(self._head)
 
+    def empty_logits(self, num_rows: int) -> Tensor:
+        """Return memory for logits: [num_rows, vocab_size] in the dtype of `forward`."""
+        return self._head.new_empty(num_rows, self.config.vocab_size)
+
     def is_ignored(self, name: str) -> bool:
         """Say whether a checkpoint may hold this tensor without anybody reading it."""
         return name.endswith(IGNORED_SUFFIXES) or (self.config.tied_embeddings and name == "lm_head.weight")

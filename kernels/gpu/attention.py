@@ -1,0 +1,219 @@
+"""Paged attention on the GPU: one entry, a kernel for rows with one query each and one for all others.
+
+``octavo.kernels.reference.paged_attention`` defines it:
+
+    out[i, h] = sum_j softmax_j(score(q[i, h] . k[j, h // group] * scale)) v[j, h // group]
+
+over the keys j that query i of its row sees, with ``score(x) = softcap * tanh(x / softcap)`` where softcap > 0.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.kernels.gpu.attention_decode import decode_kernel
+from octavo.kernels.gpu.attention_prefill import prefill_kernel
+
+LOG2_E = math.log2(math.e)
+
+_MIN_COUNTERS = 1 << 17
+"""Counters made for a device at first: enough for 1024 rows of 128 KV heads."""
+
+
+class Tuning(NamedTuple):
+    """How a kernel is compiled: lines and keys of a tile, warps, stages of the pipeline, programs a multiprocessor."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int = 0
+
+
+# By the bytes of a head in q's dtype, padded to a power of two: the first entry that is large enough.
+_DECODE = {
+    256: Tuning(16, 64, 4, 3, 3),
+    512: Tuning(16, 32, 4, 3, 3),
+    1024: Tuning(16, 16, 4, 3, 2),
+}
+_PREFILL = {
+    128: Tuning(128, 64, 8, 3),
+    256: Tuning(128, 64, 8, 3),
+    512: Tuning(64, 32, 4, 2),
+    1024: Tuning(16, 16, 4, 1),
+}
+
+
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    num_decodes: int = 0,
+    max_query_len: int | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Attend causally to keys and values in blocks; see ``octavo.kernels.reference.paged_attention``.
+
+    q [T, nq, d] fp16, bf16 or fp32, of any strides over tokens and heads; caches [num_blocks, B, nkv, d] in q's dtype or
+    float8_e4m3fn, of any strides that both share; in all of them d is contiguous. Returns [T, nq, d], contiguous.
+    Nothing is read back to the host, and the launches depend on shapes and ints alone: a captured graph may be replayed
+    with other tables and lengths. Calls on one device share counters, so they must follow each other on one stream.
+
+    Raises:
+        ValueError: strides or scale are not as said.
+    """
+    if key_cache.stride() != value_cache.stride() or key_cache.stride(3) != 1 or q.stride(2) != 1:
+        raise ValueError("keys and values must have the same strides, and heads must be contiguous")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_decodes > 0:
+        _launch_decode(q, key_cache, value_cache, block_tables, seq_lens, scale, num_decodes, window, softcap, out)
+    if q.shape[0] > num_decodes:
+        tables = (block_tables, query_start, seq_lens)
+        _launch_prefill(q, key_cache, value_cache, tables, scale, num_decodes, max_query_len, window, softcap, out)
+    return out
+
+
+def _launch_decode(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    num_rows: int,
+    window: int,
+    softcap: float,
+    out: Tensor,
+    tuning: Tuning | None = None,
+) -> None:
+    """Attend the first ``num_rows`` rows, whose queries are the first tokens; a row of length 0 gives zeros.
+
+    The number of programs depends on shapes alone; how many of them find work, and how much, on the lengths.
+    """
+    _, num_heads, head_size = q.shape
+    _, block_size, num_kv_heads, _ = key_cache.shape
+    group = num_heads // num_kv_heads
+    tuning = tuning or _choose(_DECODE, head_size, q.element_size())
+    most_tiles = num_rows * num_kv_heads * (block_tables.shape[1] * block_size // tuning.block_n + 1)
+    programs = min(_num_multiprocessors(q.device) * tuning.programs, most_tiles)
+    partials = torch.empty(programs * 2 * group * (head_size + 2), dtype=torch.float32, device=q.device)
+    decode_kernel[(programs,)](
+        q,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        out,
+        partials,
+        _counters(q.device, num_rows * num_kv_heads),
+        num_rows,
+        programs * 2,
+        q.stride(0),
+        q.stride(1),
+        block_tables.stride(0),
+        scale * LOG2_E if softcap <= 0 else scale,
+        STRIDES=key_cache.stride()[:3],
+        SHAPE=(num_kv_heads, group, head_size, block_size),
+        WINDOW=window,
+        SOFTCAP=softcap,
+        BLOCK_N=tuning.block_n,
+        ROWS=_padded_rows(num_rows),
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+
+
+def _launch_prefill(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    num_decodes: int,
+    max_query_len: int | None,
+    window: int,
+    softcap: float,
+    out: Tensor,
+    tuning: Tuning | None = None,
+) -> None:
+    """Attend the rows behind the first ``num_decodes``, and give the tokens behind all rows zeros."""
+    num_tokens, num_heads, head_size = q.shape
+    num_kv_heads = key_cache.shape[2]
+    group = num_heads // num_kv_heads
+    block_tables, query_start, seq_lens = tables
+    num_rows = seq_lens.shape[0]
+    tuning = tuning or _choose(_PREFILL, head_size, q.element_size())
+    block_m = max(tuning.block_m, triton.next_power_of_2(group))
+    queries = block_m // group
+    # A row's tiles begin at (tokens before it) // queries + (rows before it): one tile a row is enough to round up.
+    num_tiles = (num_tokens - num_decodes) // queries + num_rows - num_decodes + 1
+    prefill_kernel[(num_kv_heads, num_tiles)](
+        q,
+        key_cache,
+        value_cache,
+        block_tables,
+        query_start,
+        seq_lens,
+        out,
+        num_tokens,
+        num_rows,
+        num_decodes,
+        q.stride(0),
+        q.stride(1),
+        block_tables.stride(0),
+        scale * LOG2_E if softcap <= 0 else scale,
+        STRIDES=key_cache.stride()[:3],
+        SHAPE=(num_kv_heads, group, head_size, key_cache.shape[1]),
+        WINDOW=window,
+        SOFTCAP=softcap,
+        BLOCK_M=block_m,
+        BLOCK_N=tuning.block_n,
+        ROWS=_padded_rows(num_rows - num_decodes + 1),
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+
+
+def _choose(table: dict[int, Tuning], head_size: int, element_size: int) -> Tuning:
+    width = triton.next_power_of_2(head_size) * element_size
+    return next(tuning for limit, tuning in table.items() if width <= limit)
+
+
+def _padded_rows(num_rows: int) -> int:
+    """Round up coarsely: each value is a kernel of its own to compile."""
+    return next((rows for rows in (32, 256) if num_rows <= rows), triton.next_power_of_2(num_rows))
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # the interpreter: few, so that rows are split and joined
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+_counters_made: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _counters(device: torch.device, count: int) -> Tensor:
+    """Return at least ``count`` int32 zeros that kernels count arrivals in and leave at zero.
+
+    They are kept for good: captured graphs hold their address.
+    """
+    size = max(_MIN_COUNTERS, triton.next_power_of_2(count))
+    found = _counters_made.get((device, size))
+    if found is None:
+        with torch.inference_mode(False):
+            found = _counters_made[device, size] = torch.zeros(size, dtype=torch.int32, device=device)
+    return found

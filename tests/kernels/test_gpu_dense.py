@@ -1,0 +1,109 @@
+"""Norm, gate, block copy and matrix products in Triton, against the formulas in float64 and the reference."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels import reference
+
+pytest.importorskip("triton")
+from octavo.kernels.gpu.activation import silu_and_mul
+from octavo.kernels.gpu.copy import copy_blocks
+from octavo.kernels.gpu.norm import rms_norm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+DTYPES = list(BOUNDS)
+
+
+def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape) * scale).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 576), (5, 4096), (3, 1000), (2, 16384), (33, 48), (0, 64), (4, 1)])
+def test_norm_is_that_of_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype)
+    weight = random(shape[1], dtype=dtype)
+    out, total = rms_norm(x, weight, 1e-5, residual)
+    if DEVICE == "cpu":  # the interpreter cuts off where it should round
+        torch.testing.assert_close(total, x + residual, rtol=BOUNDS[dtype], atol=0.0)
+    else:
+        assert torch.equal(total, x + residual)
+    wide = (x + residual).double()
+    exact = weight.double() * (wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt())
+    torch.testing.assert_close(out.double(), exact, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+    out, total = rms_norm(x, weight, 1e-5)
+    assert total is x
+    torch.testing.assert_close(out, reference.rms_norm(x, weight, 1e-5)[0], rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_takes_views_of_any_rank(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    wide, weight = random(6, 3 * 4 * 80, dtype=dtype), random(80, dtype=dtype)
+    heads = wide[:, 320:640].unflatten(1, (4, 80))
+    before = wide.clone()
+    for x in (heads, heads.transpose(0, 1), random(5, 160, dtype=dtype)[:, ::2], random(80, dtype=dtype)):
+        out, _ = rms_norm(x, weight, 1e-5)
+        expected, _ = reference.rms_norm(x, weight, 1e-5)
+        torch.testing.assert_close(out, expected, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+    assert torch.equal(wide, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 28), (5, 14336), (3, 1001), (0, 64), (2, 1024)])
+def test_gate_is_that_of_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    x = random(shape[0], 2 * shape[1] + 3, dtype=dtype, scale=4.0)[:, :-3]
+    gate, up = x.double().chunk(2, -1)
+    out = silu_and_mul(x)
+    assert out.shape == shape
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.double(), gate * gate.sigmoid() * up, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_gate_at_the_ends_of_the_range() -> None:
+    x = torch.tensor([[1e4, -1e4, 100.0, -100.0, 2.0, 3.0, 1.0, 5.0]], device=DEVICE)
+    assert silu_and_mul(x).tolist() == [[2e4, 0.0, 100.0, 0.0]]
+    assert silu_and_mul(torch.tensor([[float("nan"), 1.0]], device=DEVICE)).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), "gaps"])
+def test_blocks_are_copied_whole(order: tuple[int, ...] | str, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    sizes = {0: 9, 1: 16, 2: 6, 3: 80}
+    shape = (9, 16, 6, 96) if isinstance(order, str) else tuple(sizes[axis] for axis in order)
+    whole = torch.randn(2, *shape).to(DEVICE, dtype)
+    pair = (
+        whole[..., :80] if isinstance(order, str) else whole.permute(0, *(1 + order.index(axis) for axis in range(4)))
+    )
+    keys, values = pair[0], pair[1]
+    if dtype is torch.float8_e4m3fn and isinstance(order, str):
+        pytest.skip("plain PyTorch copies these, and its index has no float8")
+    before = keys.float(), values.float()
+    copy_blocks(keys, values, torch.tensor([1, 1, 5], device=DEVICE), torch.tensor([2, 4, 0], device=DEVICE))
+    for cache, old in zip((keys, values), before, strict=True):
+        assert torch.equal(cache.float(), old[[5, 1, 1, 3, 1, 5, 6, 7, 8]])
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    copy_blocks(keys, values, none, none)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs 9 GB of GPU memory")
+def test_blocks_behind_2_to_the_31_elements_are_copied() -> None:
+    blocks = 2**31 // (16 * 8 * 128) + 2
+    caches = torch.zeros(2, blocks, 8, 16, 128, dtype=torch.bfloat16, device=DEVICE).transpose(2, 3)
+    caches[:, 3] = 1.5
+    caches[:, blocks - 1] = 2.5
+    copy_blocks(
+        caches[0],
+        caches[1],
+        torch.tensor([3, blocks - 1], device=DEVICE),
+        torch.tensor([blocks - 2, 7], device=DEVICE),
+    )
+    assert (caches[:, blocks - 2] == 1.5).all()
+    assert (caches[:, 7] == 2.5).all()
+    assert (caches[:, blocks - 3] == 0).all()

@@ -1,0 +1,234 @@
+"""Plans on a GPU: launched as they come, their results taken when the GPU has come so far.
+
+Everything runs on one stream, in the order of the plans. A step of decodes is one graph replay; any other step runs the
+same code launch by launch. The host never waits for the device while plans come: it sends columns through pinned memory,
+and looks at an event behind each step.
+"""
+
+import time
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.kernels.ops import Ops
+from octavo.wire.columns import pack_ints
+from octavo.wire.plan import StepPlan, StepResult
+from octavo.worker.gpu.device_rows import DeviceRows
+from octavo.worker.gpu.graphs import DecodeGraphs
+from octavo.worker.gpu.layout import mixed_batch
+from octavo.worker.gpu.moment import Moment
+from octavo.worker.mirror import Delta, Mirror, RowLimits, Step
+from octavo.worker.models.decoder import Decoder, KVCache
+from octavo.worker.results import step_result
+from octavo.worker.runner import profile_batch
+from octavo.worker.sampler import Drawn, RowSampler, Sampled, SamplingRow, draw
+from octavo.worker.transfer import to_device, to_host
+
+
+@dataclass(frozen=True)
+class _PlainDraw:
+    """Ids of rows that drew by their temperature alone: on their way to the host, -1 where logits are not finite."""
+
+    tokens: Tensor  # [n] int64
+    places: list[int] | None = None  # of the rows that sample; None: all
+
+    def collect(self) -> "NDArray[np.int64]":
+        tokens: NDArray[np.int64] = self.tokens.numpy()
+        return tokens if self.places is None else tokens[self.places]
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A plan that was launched."""
+
+    plan: StepPlan
+    rows: list[int]  # that sample
+    drawn: _PlainDraw | Drawn | None
+    done: Moment
+    launched_ns: int
+
+
+class GpuRunner:
+    """Executes plans ahead of their results. Owns the rows; weights, caches and graphs outlive its sessions."""
+
+    def __init__(
+        self, model: Decoder, ops: Ops, caches: list[KVCache], limits: RowLimits, device: torch.device, valid_vocab: int
+    ) -> None:
+        self.rows = Mirror(limits)
+        self._model = model
+        self._ops = ops
+        self._caches = caches
+        self._limits = limits
+        self._device = device
+        self._valid_vocab = valid_vocab
+        self._samplers: dict[int, RowSampler] = {}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with self._on_stream(), torch.inference_mode():
+            self._device_rows = DeviceRows(limits, device)
+            self._graphs = DecodeGraphs(model, ops, caches, limits, self._device_rows, device, valid_vocab)
+        self._in_flight: deque[_InFlight] = deque()
+        self._last_done_ns = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that were launched and whose results were not taken."""
+        return len(self._in_flight)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture the decode steps; before that each of them runs launch by launch."""
+        if self._stream is not None:
+            with self._on_stream():
+                self._graphs.capture(self._stream)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> None:
+        """Apply a plan and enqueue what it asks for.
+
+        Raises:
+            PlanError: it contradicts the rows; they must not be used any more.
+        """
+        launched = time.monotonic_ns()
+        delta = self.rows.apply(plan)
+        step = self.rows.advance(plan)
+        with self._on_stream():
+            self._begin(delta)
+            drawn = self._run(step, delta.cells) if step.rows else None
+            if not step.rows:
+                self._device_rows.write_cells(delta.cells)
+            self._in_flight.append(_InFlight(plan, step.sampling_rows, drawn, Moment(self._stream), launched))
+
+    def take_results(self) -> list[StepResult]:
+        """Return the results that are there, in the order of the plans."""
+        results: list[StepResult] = []
+        while self._in_flight and self._in_flight[0].done.has_come():
+            results.append(self._result(self._in_flight.popleft()))
+        return results
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Launch a plan while none is in flight, and wait for its result.
+
+        Raises:
+            PlanError: see `launch`.
+        """
+        self.launch(plan)
+        (flight,) = self._in_flight
+        flight.done.wait()
+        self._in_flight.clear()
+        return self._result(flight)
+
+    def clear(self) -> None:
+        """Forget rows and plans in flight: the session is over; returns when the device is done with them."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._in_flight.clear()
+        self.rows.clear()
+        self._samplers.clear()
+
+    @torch.inference_mode()
+    def profile(self) -> None:
+        """Run the largest step once, without touching any row or block: what it takes at its peak is then known."""
+        with self._on_stream():
+            logits = self._model.forward(profile_batch(self._limits, self._device), self._caches).float()
+            torch.empty_like(logits).copy_(logits)  # the rows of log-probabilities take as much again
+            if self._stream is not None:
+                self._stream.synchronize()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _begin(self, delta: Delta) -> None:
+        self._device_rows.begin(delta.begun)
+        for begun in delta.begun:
+            state = begun.state
+            self._samplers[begun.row] = RowSampler(state.sampling, state.choice, self._device)
+        if delta.copies:
+            columns = to_device([block for pair in delta.copies for block in pair], torch.int64, self._device)
+            source, target = columns.view(-1, 2).unbind(1)
+            for cache in self._caches:
+                self._ops.copy_blocks(cache.keys, cache.values, source, target)
+
+    def _run(self, step: Step, cells: list[tuple[int, int, int]]) -> _PlainDraw | Drawn | None:
+        """Enqueue a step; return what it draws."""
+        is_plain = not step.forks and all(
+            self._samplers[step.rows[i]].is_plain(self.rows.state(step.rows[i]).num_output) for i in step.sampling
+        )
+        if self._graphs.is_ready and max(step.counts) == 1:
+            if is_plain:
+                return self._replay_whole(step, cells)
+            logits = self._graphs.replay_forward(step.rows, step.starts, cells)
+            return self._draw(step, logits[to_device(step.sampling, torch.int64, self._device)], is_plain=False)
+        self._device_rows.write_cells(cells)
+        batch = mixed_batch(self._device_rows, step, self._limits.block_size, self._device)
+        return self._draw(step, self._model.forward(batch, self._caches), is_plain)
+
+    def _replay_whole(self, step: Step, cells: list[tuple[int, int, int]]) -> _PlainDraw:
+        places = [-1] * len(step.rows)
+        for i in step.sampling:
+            places[i] = self.rows.sampled(step.rows[i])
+        tokens = to_host(self._graphs.replay_whole(step.rows, step.starts, places, cells))
+        return _PlainDraw(tokens, None if len(step.sampling) == len(step.rows) else step.sampling)
+
+    def _draw(self, step: Step, logits: Tensor, is_plain: bool) -> _PlainDraw | Drawn | None:
+        """Enqueue the draws of rows that sample, from their logits in the plan's order."""
+        if not step.sampling:
+            return None
+        device_rows = self._device_rows
+        if step.forks:
+            self._fork(step)
+            lines = {step.rows[place]: line for line, place in enumerate(step.sampling)}
+            for fork in step.forks:
+                lines[fork.target] = lines[fork.source]
+            logits = logits[to_device(list(lines.values()), torch.int64, self._device)]
+        rows = step.sampling_rows
+        chosen = [] if is_plain else [self._sampling_row(row) for row in rows]
+        places = [self.rows.sampled(row) for row in rows]
+        rows_column, places_column = to_device(rows + places, torch.int32, self._device).view(2, -1)
+        if is_plain:
+            logits = logits[:, : self._valid_vocab]
+            return _PlainDraw(to_host(device_rows.draw(self._ops, logits, rows_column, places_column)))
+        drawn = draw(self._ops, logits.float(), device_rows.ids, chosen, self._valid_vocab)
+        device_rows.store(rows_column, places_column, drawn.tokens)
+        return drawn
+
+    def _fork(self, step: Step) -> None:
+        self._device_rows.fork(step.forks)
+        for fork in step.forks:
+            self._samplers[fork.target] = self._samplers[fork.source].fork(fork.choice)
+
+    def _sampling_row(self, row: int) -> SamplingRow:
+        state = self.rows.state(row)
+        return SamplingRow(self._samplers[row], row, state.num_prompt, state.num_known)
+
+    def _result(self, flight: _InFlight) -> StepResult:
+        now = time.monotonic_ns()
+        # Steps overlap with the launch of the next: one has been computed since the one before it was done.
+        compute_us = (now - max(flight.launched_ns, self._last_done_ns)) // 1000
+        self._last_done_ns = now
+        match flight.drawn:
+            case None:
+                sampled: list[Sampled] = []
+            case Drawn():
+                sampled = flight.drawn.collect()
+            case _PlainDraw():
+                tokens = flight.drawn.collect()
+                if tokens.size and tokens.min() >= 0:
+                    return _plain_result(flight, tokens.astype(np.int32), compute_us)
+                # Nothing was masked, so only logits that are not finite leave no id.
+                sampled = [Sampled(None if t < 0 else t, nonfinite=t < 0) for t in tokens.tolist()]
+        return step_result(flight.plan, flight.rows, sampled, compute_us)
+
+
+def _plain_result(flight: _InFlight, tokens: "NDArray[np.int32]", us: int) -> StepResult:
+    return StepResult(
+        epoch=flight.plan.epoch,
+        step=flight.plan.step,
+        row=pack_ints(flight.rows),
+        token=tokens.astype("<i4").tobytes(),
+        compute_us=us,
+    )
