@@ -3,9 +3,7 @@
 Scheduler and worker run in processes of their own; no frontend, no text and no network are in what is measured.
 """
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +13,6 @@ from octavo.cli import bench_engine, bench_models, bench_report, bench_suite, be
 from octavo.cli.bench_measure import Bench, Row
 from octavo.cli.command import Command
 from octavo.cli.errors import CommandError, ConfigurationError
-from octavo.cli.model_store import resolve
 
 _WORKLOAD = "Workload"
 
@@ -149,32 +146,23 @@ def latency(
     _measure(context.params, measure)
 
 
-def _measure(parameters: dict[str, Any], measure: Any) -> None:
+def _measure(parameters: dict[str, Any], measure: Callable[[Bench, int], Row]) -> None:
     """Start an engine, take one row, write and show it."""
     peers = bench_report.read_rows(parameters["peers"] or ())
+    flags = {flag: parameters.get(flag.replace("-", "_")) for flag in bench_engine.FLAGS}
+    model, worker_arguments = parameters["model"], tuple(parameters["worker_arg"] or ())
     writer = bench_report.RowWriter(parameters["output_json"])
     try:
-        with _settings(parameters) as settings, bench_engine.running_engine(settings) as engine:
-            writer.common = bench_report.describe(parameters["model"], settings, engine)
+        with (
+            bench_engine.settings_for(model, flags, worker_arguments) as settings,
+            bench_engine.running_engine(settings) as engine,
+        ):
+            writer.common = bench_report.describe(model, settings, engine)
             writer.write({"bench": "engine"})
             writer.write(measure(Bench(engine.client), engine.facts.vocab_size))
     finally:
         writer.close()
     bench_report.print_table(writer.rows, peers)
-
-
-@contextmanager
-def _settings(parameters: dict[str, Any]) -> Iterator[bench_engine.EngineSettings]:
-    """Yield what is to be started; the folder of a shape lives as long as the context."""
-    flags = {flag: parameters.get(flag.replace("-", "_")) for flag in bench_engine.FLAGS}
-    more = tuple(parameters["worker_arg"] or ())
-    name = parameters["model"]
-    if name not in bench_models.CONFIGS or Path(name).is_dir():
-        yield bench_engine.EngineSettings(resolve(name).folder, flags, more)
-        return
-    with tempfile.TemporaryDirectory(prefix="octavo-bench-model-") as parent:
-        folder = bench_models.write_config_folder(name, Path(parent))
-        yield bench_engine.EngineSettings(folder, flags | {"load-format": "dummy"}, more)
 
 
 def register(parent: typer.Typer) -> None:

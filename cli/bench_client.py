@@ -83,7 +83,7 @@ class Run:
 
 
 class Progress:
-    """What has come of the requests of one run.
+    """What has come of the requests of one run; requests of earlier runs are passed over.
 
     Args:
         wanted: tokens that each request must put out.
@@ -106,36 +106,40 @@ class Progress:
         """Note what a message brings.
 
         Raises:
-            RunFailed: a request failed, ended early, or is none of this run.
+            RunFailed: a request failed or ended early.
         """
         for failed in output.failed:
-            raise RunFailed(f"request {failed.handle - self._base} failed ({failed.code.name}): {failed.message}")
+            if failed.handle >= self._base:
+                raise RunFailed(f"request {failed.handle - self._base} failed ({failed.code.name}): {failed.message}")
         for started in output.started:
-            self.num_cached_tokens += started.num_cached_tokens
+            self.num_cached_tokens += started.num_cached_tokens if started.handle >= self._base else 0
         if output.handle:
             self._take_tokens(output, now)
         for finished in output.finished:
             index = finished.handle - self._base
+            if index < 0:
+                continue
             if finished.num_tokens != self._wanted[index] or finished.num_tokens != self.counts[index]:
                 raise RunFailed(
                     f"request {index} ended ({finished.reason.name}) after {finished.num_tokens} tokens, of which "
                     f"{self.counts[index]} came; expected {self._wanted[index]}"
                 )
-        self.num_ended += len(output.finished)
+            self.num_ended += 1
 
     def _take_tokens(self, output: StepOutput, now: float) -> None:
         index = np.frombuffer(output.handle, "<i4") - self._base
         position = np.frombuffer(output.position, "<i4")
-        if int(index.min()) < 0 or int(index.max()) >= len(self.last):
-            raise RunFailed("tokens came of a request that is none of this run")
+        if int(index.min()) < 0:  # what was under way when an earlier run was cut
+            index, position = index[index >= 0], position[index >= 0]
         begins = index[position == 0]
         if len(begins):
             self.first[begins] = now
-            self.last[begins] = now
-        goes_on = index[position > 0] if len(begins) else index
-        self._gaps.append(now - self.last[goes_on])
+        # Results of two steps may share a message, which then names a request twice: its later position wins, and the
+        # two tokens came together.
+        gap = now - self.last[index]
+        gap[position != self._positions[index] + 1] = 0.0
+        self._gaps.append(gap[position > 0] if len(begins) else gap)
         self.last[index] = now
-        # Results of two steps may share a message, which then names a request twice: its later position wins.
         self._positions[index] = position
         np.add.at(self.counts, index, 1)
         self.steps.append((now, len(index)))
@@ -339,9 +343,9 @@ class EngineClient:
 
     def _wait(self, timeout_ms: int | None) -> None:
         """Wait until something comes; None: for as long as a heartbeat may take."""
-        if not self._poller.poll(int(HEARTBEAT_INTERVAL_S * 1000) if timeout_ms is None else timeout_ms):
-            if timeout_ms is None:
-                self._check_engine()
+        wait_ms = int(HEARTBEAT_INTERVAL_S * 1000) if timeout_ms is None else timeout_ms
+        if not self._poller.poll(wait_ms) and timeout_ms is None:
+            self._check_engine()
 
     def _can_send(self) -> bool:
         return bool(int(self._peer.channel.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from octavo.cli.bench_client import EngineClient, RunFailed
-from octavo.cli.bench_workloads import warmup
-from octavo.cli.errors import CommandError
+from octavo.cli.bench_models import CONFIGS, write_config_folder
+from octavo.cli.bench_workloads import SmallVocabulary, warmup
+from octavo.cli.errors import CommandError, ConfigurationError
+from octavo.cli.model_store import resolve
 from octavo.cli.supervisor import OCTAVO
 from octavo.wire.errors import WireError
 from octavo.wire.handshake import ServiceFacts
@@ -173,6 +175,29 @@ class EngineProcesses:
 
 
 @contextmanager
+def settings_for(
+    model: str, flags: Mapping[str, object], worker_arguments: tuple[str, ...] = (), start_timeout_s: float = 600.0
+) -> Iterator[EngineSettings]:
+    """Yield what is to be started for a model by its name; the folder of a shape lives as long as the context.
+
+    Args:
+        model: a name of CONFIGS, which runs with random weights, or what `resolve` knows.
+        flags: values by flag of FLAGS.
+        worker_arguments: given to the worker as they are.
+        start_timeout_s: most seconds until the engine is ready.
+
+    Raises:
+        CommandError: there is no such model, or it cannot be fetched.
+    """
+    if model not in CONFIGS or Path(model).is_dir():
+        yield EngineSettings(resolve(model).folder, flags, worker_arguments, start_timeout_s)
+        return
+    with tempfile.TemporaryDirectory(prefix="octavo-bench-model-") as parent:
+        folder = write_config_folder(model, Path(parent))
+        yield EngineSettings(folder, {**flags, "load-format": "dummy"}, worker_arguments, start_timeout_s)
+
+
+@contextmanager
 def running_engine(settings: EngineSettings, program: tuple[str, ...] = OCTAVO) -> Iterator[Engine]:
     """Start an engine, run the warm-up workload, yield it, and end its processes whatever happens.
 
@@ -209,7 +234,10 @@ def _ready(processes: EngineProcesses, client: EngineClient, timeout_s: float) -
     say(f"ready after {start_s:.1f} s")
     num_blocks = client.status().total_blocks
     log = processes.text("worker")
-    client.run(warmup(facts.vocab_size))
+    try:
+        client.run(warmup(facts.vocab_size))
+    except SmallVocabulary as error:
+        raise ConfigurationError(f"the model cannot be benchmarked: {error}") from error
     client.reset_prefix_cache()
     return Engine(client, facts, num_blocks, start_s, _found(r"\bbackend (\w+)", log), _found(r" on (cuda|cpu)\b", log))
 

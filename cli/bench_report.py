@@ -56,7 +56,7 @@ def describe(model: str, settings: EngineSettings, engine: Engine, commit: str |
         engine: the engine, ready.
         commit: of Octavo; None: git is asked.
     """
-    return {
+    row = {
         "engine": "octavo",
         "version": _version("octavo"),
         "commit": commit or _commit(),
@@ -73,6 +73,7 @@ def describe(model: str, settings: EngineSettings, engine: Engine, commit: str |
         "prefix_caching": engine.facts.prefix_caching,
         "start_s": round(engine.start_s, 1),
     }
+    return {key: value for key, value in row.items() if value is not None}
 
 
 def read_rows(paths: Iterable[Path]) -> list[Row]:
@@ -113,26 +114,29 @@ def peer_of(row: Row, peers: Iterable[Row]) -> Row | None:
 
 def table(rows: Iterable[Row], peers: Iterable[Row]) -> Table:
     """Return a table of the figures that matter, against those of another engine; a ratio above 1 is in our favour."""
-    known = list(peers)
+    rows = list(rows)
+    known = [peer for peer in peers if any(peer.get("model") == row.get("model") for row in rows)]
     shown = Table("workload", "figure", "unit", box=None)
     shown.add_column("octavo", justify="right")
     if known:
-        names = {f"{peer['engine']} {peer.get('version', '')}".strip() for peer in known if "engine" in peer}
-        shown.add_column(", ".join(sorted(names)) or "peer", justify="right")
+        shown.add_column(", ".join(sorted({_title(peer) for peer in known})), justify="right")
         shown.add_column("ratio", justify="right")
     for row in rows:
         if row["bench"] == "skipped":
-            shown.add_row(row["name"], "skipped", "", *([""] * (3 if known else 1)))
+            shown.add_row(row["name"], "skipped")
         peer = peer_of(row, known)
         for metric in _METRICS.get(row["bench"], ()):
             if (value := row.get(metric.key)) is None:
                 continue
             cells = [name_of(row), metric.key, metric.unit, _number(value)]
-            if known:
-                theirs = peer.get(metric.key) if peer else None
-                cells += [_number(theirs), _ratio(value, theirs, metric)] if theirs else ["", ""]
+            if peer is not None and (theirs := peer.get(metric.key)):
+                cells += [_number(theirs), _ratio(value, theirs, metric)]
             shown.add_row(*cells)
     return shown
+
+
+def _title(peer: Row) -> str:
+    return f"{peer.get('engine', 'peer')} {peer.get('version', '')} ({peer.get('device', 'unknown device')})"
 
 
 def name_of(row: Row) -> str:

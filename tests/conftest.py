@@ -1,19 +1,14 @@
 """Fixtures that several kinds of tests share."""
 
-import os
 from pathlib import Path
 
 import pytest
 
 import octavo.worker  # noqa: F401 - first of all: it sets how the threads of torch wait
 from octavo.cli.model_store import DEMO, fetch
-from tests.support import service
+from tests.support import interpreter, service
 
-import torch  # isort: skip - behind octavo.worker
-
-if not torch.cuda.is_available():
-    # Triton's kernels then run through its interpreter; it must be told before they are defined.
-    os.environ["TRITON_INTERPRET"] = "1"
+interpreter.use_where_there_is_no_gpu()
 
 
 @pytest.fixture(scope="session")

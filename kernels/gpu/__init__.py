@@ -5,15 +5,14 @@ from octavo.kernels.gpu.attention import paged_attention
 from octavo.kernels.gpu.copy import copy_blocks
 from octavo.kernels.gpu.norm import rms_norm
 from octavo.kernels.gpu.rotary import rotary_and_write_kv
+from octavo.kernels.gpu.sampling import first_nonfinite, sample
 from octavo.kernels.reference import prepare_weight, rotary_cos_sin
 from octavo.kernels.sampling import (
     apply_allowed,
     apply_logit_bias,
     apply_penalties,
     filter_logits,
-    first_nonfinite,
     logprobs,
-    sample,
 )
 from torch.nn.functional import linear
 

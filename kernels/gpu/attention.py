@@ -34,6 +34,22 @@ class Tuning(NamedTuple):
     programs: int = 0
 
 
+class _Rows(NamedTuple):
+    """Where the rows of a step lie."""
+
+    block_tables: Tensor  # [R, max_blocks] int32
+    query_start: Tensor  # [R + 1] int32
+    seq_lens: Tensor  # [R] int32
+
+
+class _Options(NamedTuple):
+    """How scores are made."""
+
+    scale: float
+    window: int
+    softcap: float
+
+
 # By the bytes of a head in q's dtype, padded to a power of two: the first entry that is large enough.
 _DECODE = {
     256: Tuning(16, 64, 4, 3, 3),
@@ -76,12 +92,13 @@ def paged_attention(
         raise ValueError("keys and values must have the same strides, and heads must be contiguous")
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")
+    rows = _Rows(block_tables, query_start, seq_lens)
+    options = _Options(scale, window, softcap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_decodes > 0:
-        _launch_decode(q, key_cache, value_cache, block_tables, seq_lens, scale, num_decodes, window, softcap, out)
+        _launch_decode(q, key_cache, value_cache, rows, num_decodes, options, out)
     if q.shape[0] > num_decodes:
-        tables = (block_tables, query_start, seq_lens)
-        _launch_prefill(q, key_cache, value_cache, tables, scale, num_decodes, max_query_len, window, softcap, out)
+        _launch_prefill(q, key_cache, value_cache, rows, num_decodes, options, out)
     return out
 
 
@@ -89,12 +106,9 @@ def _launch_decode(
     q: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    scale: float,
+    rows: _Rows,
     num_rows: int,
-    window: int,
-    softcap: float,
+    options: _Options,
     out: Tensor,
     tuning: Tuning | None = None,
 ) -> None:
@@ -106,15 +120,15 @@ def _launch_decode(
     _, block_size, num_kv_heads, _ = key_cache.shape
     group = num_heads // num_kv_heads
     tuning = tuning or _choose(_DECODE, head_size, q.element_size())
-    most_tiles = num_rows * num_kv_heads * (block_tables.shape[1] * block_size // tuning.block_n + 1)
+    most_tiles = num_rows * num_kv_heads * (rows.block_tables.shape[1] * block_size // tuning.block_n + 1)
     programs = min(_num_multiprocessors(q.device) * tuning.programs, most_tiles)
     partials = torch.empty(programs * 2 * group * (head_size + 2), dtype=torch.float32, device=q.device)
     decode_kernel[(programs,)](
         q,
         key_cache,
         value_cache,
-        block_tables,
-        seq_lens,
+        rows.block_tables,
+        rows.seq_lens,
         out,
         partials,
         _counters(q.device, num_rows * num_kv_heads),
@@ -122,12 +136,12 @@ def _launch_decode(
         programs * 2,
         q.stride(0),
         q.stride(1),
-        block_tables.stride(0),
-        scale * LOG2_E if softcap <= 0 else scale,
+        rows.block_tables.stride(0),
+        options.scale if options.softcap > 0 else options.scale * LOG2_E,
         STRIDES=key_cache.stride()[:3],
         SHAPE=(num_kv_heads, group, head_size, block_size),
-        WINDOW=window,
-        SOFTCAP=softcap,
+        WINDOW=options.window,
+        SOFTCAP=options.softcap,
         BLOCK_N=tuning.block_n,
         ROWS=_padded_rows(num_rows),
         num_warps=tuning.num_warps,
@@ -139,45 +153,40 @@ def _launch_prefill(
     q: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    tables: tuple[Tensor, Tensor, Tensor],
-    scale: float,
+    rows: _Rows,
     num_decodes: int,
-    max_query_len: int | None,
-    window: int,
-    softcap: float,
+    options: _Options,
     out: Tensor,
     tuning: Tuning | None = None,
 ) -> None:
     """Attend the rows behind the first ``num_decodes``, and give the tokens behind all rows zeros."""
     num_tokens, num_heads, head_size = q.shape
-    num_kv_heads = key_cache.shape[2]
+    _, block_size, num_kv_heads, _ = key_cache.shape
     group = num_heads // num_kv_heads
-    block_tables, query_start, seq_lens = tables
-    num_rows = seq_lens.shape[0]
+    num_rows = rows.seq_lens.shape[0]
     tuning = tuning or _choose(_PREFILL, head_size, q.element_size())
     block_m = max(tuning.block_m, triton.next_power_of_2(group))
-    queries = block_m // group
     # A row's tiles begin at (tokens before it) // queries + (rows before it): one tile a row is enough to round up.
-    num_tiles = (num_tokens - num_decodes) // queries + num_rows - num_decodes + 1
+    num_tiles = (num_tokens - num_decodes) // (block_m // group) + num_rows - num_decodes + 1
     prefill_kernel[(num_kv_heads, num_tiles)](
         q,
         key_cache,
         value_cache,
-        block_tables,
-        query_start,
-        seq_lens,
+        rows.block_tables,
+        rows.query_start,
+        rows.seq_lens,
         out,
         num_tokens,
         num_rows,
         num_decodes,
         q.stride(0),
         q.stride(1),
-        block_tables.stride(0),
-        scale * LOG2_E if softcap <= 0 else scale,
+        rows.block_tables.stride(0),
+        options.scale if options.softcap > 0 else options.scale * LOG2_E,
         STRIDES=key_cache.stride()[:3],
-        SHAPE=(num_kv_heads, group, head_size, key_cache.shape[1]),
-        WINDOW=window,
-        SOFTCAP=softcap,
+        SHAPE=(num_kv_heads, group, head_size, block_size),
+        WINDOW=options.window,
+        SOFTCAP=options.softcap,
         BLOCK_M=block_m,
         BLOCK_N=tuning.block_n,
         ROWS=_padded_rows(num_rows - num_decodes + 1),

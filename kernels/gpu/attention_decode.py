@@ -8,6 +8,7 @@ combines its pieces in their order, so that the result does not depend on the or
 
 import triton
 import triton.language as tl
+
 from octavo.kernels.gpu.attention_tiles import cap, load_blocks, load_tile, softmax_step
 
 
@@ -197,7 +198,7 @@ def _combine(out, partials, numbers, num_partials, from_program, pieces, SHAPE: 
     HEAD: tl.constexpr = SHAPE[2]
     PADDED: tl.constexpr = triton.next_power_of_2(HEAD)
     LINES: tl.constexpr = triton.next_power_of_2(GROUP)
-    AT_ONCE: tl.constexpr = max(1, min(16, 2048 // (LINES * PADDED)))
+    AT_ONCE: tl.constexpr = max(1, min(16, 4096 // (LINES * PADDED)))
     lines = tl.arange(0, LINES)
     lane = tl.arange(0, PADDED)
     inside = (lines < GROUP)[:, None] & (lane < HEAD)[None, :]

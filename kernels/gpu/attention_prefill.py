@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+
 from octavo.kernels.gpu.attention_tiles import cap, load_blocks, load_tile, softmax_step
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.worker.models.decoder import Batch, Decoder, KVCache
 from tests.support.plan_driver import PlanDriver
-from tests.support.tiny_models import load_worker
+from tests.support.tiny_models import load_eager
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -96,7 +96,7 @@ def logits_of(model: Decoder, caches: list[KVCache], ids: list[int], chunks: lis
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_agree(tmp_path: Path, name: str, backend: str) -> None:
     theirs = write_with_transformers(tmp_path, *CONFIGS[name])
-    runner = load_worker(tmp_path, backend=backend).runner
+    runner = load_eager(tmp_path, backend=backend)
     ids = torch.randint(97, (100,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = theirs(ids[None]).logits[0]
@@ -109,7 +109,7 @@ def test_logits_agree(tmp_path: Path, name: str, backend: str) -> None:
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_greedy_ids_agree_in_a_mixed_batch(tmp_path: Path, kind: str) -> None:
     theirs = write_with_transformers(tmp_path, kind, {})
-    runner = load_worker(tmp_path).runner
+    runner = load_eager(tmp_path)
     driver = PlanDriver.of(runner)
     prompts = {row: torch.randint(97, (5 + 9 * row,)).tolist() for row in range(4)}
     for row, prompt in prompts.items():
@@ -133,10 +133,10 @@ def test_greedy_ids_agree_in_a_mixed_batch(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_half_precision_stays_close(tmp_path: Path, kind: str, backend: str, dtype: str) -> None:
     theirs = write_with_transformers(tmp_path, kind, {"num_hidden_layers": 1})
-    runner = load_worker(tmp_path, backend=backend, dtype=dtype).runner
+    runner = load_eager(tmp_path, backend=backend, dtype=dtype)
     ids = torch.randint(97, (60,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = theirs(ids[None]).logits[0]
     ours = logits_of(runner._model, runner._caches, ids.tolist(), [41, *([1] * 19)], runner.rows.limits.block_size)
-    assert ours.dtype is torch.float32
+    assert ours.dtype is getattr(torch, dtype)
     assert (ours - expected).abs().mean() < 0.03 * expected.std()

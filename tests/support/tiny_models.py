@@ -14,6 +14,7 @@ from octavo.worker.loading import LoadedWorker, load
 from octavo.worker.models.config import parse_model_config
 from octavo.worker.models.decoder import Decoder
 from octavo.worker.models.layers import Placement, ShardSpec
+from octavo.worker.runner import EagerRunner
 
 TINY_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -94,3 +95,10 @@ def worker_config(folder: Path, **settings: Any) -> WorkerConfig:
 def load_worker(folder: Path, **settings: Any) -> LoadedWorker:
     """Load a small worker from a folder."""
     return load(worker_config(folder, **settings), lambda: None)
+
+
+def load_eager(folder: Path, **settings: Any) -> EagerRunner:
+    """Load a small worker of a backend that executes each plan at once; return its runner."""
+    runner = load_worker(folder, **settings).runner
+    assert isinstance(runner, EagerRunner)
+    return runner

@@ -89,6 +89,39 @@ def test_a_poor_machine_is_a_warning(
     assert remedy in findings[subject][1]
 
 
+@pytest.mark.parametrize(
+    ("listed", "level", "words"),
+    [
+        ("Some GPU, 9.0, 143771 MiB, 143000 MiB", "OK", "Some GPU, 9.0, 143771 MiB, 143000 MiB"),
+        ("Some GPU, 7.5, 16000 MiB, 16000 MiB", "WARN", "use --backend reference, since backend triton needs compute"),
+        ("Some GPU, 9.0, 1000 MiB, 500 MiB", "WARN", "use --gpu-memory-utilization 0.45, since others use the memory"),
+        ("Some GPU, [N/A], [N/A], [N/A]", "OK", "Some GPU, [N/A]"),
+        ("an answer of another kind", "OK", "an answer of another kind"),
+        ("", "OK", "none; the CPU will be used"),
+    ],
+)
+def test_what_the_driver_says_of_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, level: str, words: str
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{listed}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr("octavo.cli.doctor.shutil.which", lambda _: str(tool))
+    code, findings = examine()
+    assert code == 0
+    assert findings["GPU"][0] == level
+    assert words in findings["GPU"][1]
+
+
+def test_triton_that_is_absent_matters_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'Some GPU, 9.0, 1000 MiB, 1000 MiB'\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr("octavo.cli.doctor.shutil.which", lambda _: str(tool))
+    monkeypatch.setattr("octavo.cli.doctor.importlib.util.find_spec", lambda name: None)
+    assert "use --backend reference, since triton is absent" in examine()[1]["GPU"][1]
+
+
 def test_an_absent_package_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_PACKAGES", ("grpcio", "no-such-package-of-ours"))
     code, findings = examine()

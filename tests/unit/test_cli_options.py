@@ -96,13 +96,28 @@ def test_every_flag_of_the_worker_reaches_it(configure: Run) -> None:
         "--max-num-batched-tokens": "33",
         "--block-size": "8",
         "--num-gpu-blocks-override": "44",
+        "--gpu-memory-utilization": "0.45",
         "--kv-cache-memory-bytes": "1000",
+        "--kv-cache-dtype": "fp8",
         "--num-threads": "1",
         "--seed": "5",
     }
     config = configure("worker", *(word for pair in flags.items() for word in pair))
     for flag, value in flags.items():
         assert str(getattr(config, flag.removeprefix("--").replace("-", "_"))) == value
+
+
+def test_switches_of_the_worker(configure: Run) -> None:
+    config = configure("worker")
+    assert (config.enforce_eager, config.batch_invariant) == (False, False)
+    config = configure("worker", "--enforce-eager", environment={"OCTAVO_BATCH_INVARIANT": "true"})
+    assert (config.enforce_eager, config.batch_invariant) == (True, True)
+
+
+def test_what_the_device_decides_is_left_open(configure: Run) -> None:
+    config = configure("worker")
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.kv_cache_memory_bytes) == (None, None, None)
+    assert (config.gpu_memory_utilization, config.kv_cache_dtype) == (0.9, "auto")
 
 
 def test_every_flag_of_the_queue_reaches_the_scheduler(configure: Run) -> None:
@@ -223,7 +238,11 @@ def test_a_wrong_value_is_that_of_its_source(tmp_path: Path) -> None:
     ("role", "arguments", "reason"),
     [
         ("serve", ["--max-num-seqs", "0"], "greater than or equal to 1"),
-        ("serve", ["--backend", "fast"], "'fast' is not one of 'auto', 'cpu', 'reference'"),
+        ("serve", ["--backend", "fast"], "'fast' is not one of 'auto', 'cpu', 'reference', 'triton'"),
+        ("serve", ["--gpu-memory-utilization", "0"], "0.0 must be above 0 and at most 1"),
+        ("worker", ["--gpu-memory-utilization", "1.5"], "1.5 must be above 0 and at most 1"),
+        ("worker", ["--gpu-memory-utilization", "nan"], "nan must be above 0 and at most 1"),
+        ("worker", ["--kv-cache-dtype", "int4"], "'int4' is not one of 'auto', 'fp8'"),
         ("serve", ["--log-level", "loud"], "'loud' is not one of"),
         ("serve", ["--scheduling-policy", "lifo"], "'lifo' is not one of 'fcfs', 'priority', 'fair'"),
         ("scheduler", ["--max-requests-per-caller", "-1"], "greater than or equal to 0"),

@@ -57,9 +57,11 @@ def test_every_flag_of_serve_reaches_a_child(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(Stop):
         serve.serve(**values | others)  # type: ignore[arg-type]
     words = [word for child in started for word in child.arguments]
-    assert switches == {"enable_prefix_caching"}
-    assert "--no-enable-prefix-caching" in words
-    assert "--enable-prefix-caching" not in words
+    assert switches == {"enable_prefix_caching", "enforce_eager", "batch_invariant"}
+    for switch in switches:
+        flag = switch.replace("_", "-")
+        assert f"--no-{flag}" in words
+        assert f"--{flag}" not in words
     for name, value in values.items():
         if name not in ("model", "served_model_name"):
             flag = "--" + name.replace("_", "-")

@@ -1,16 +1,17 @@
 """From settings to a ready worker: facts, limits, and refusals that name value and limit."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
-from octavo.worker import kv_cache, loading
+from octavo.worker import kv_cache, loading, memory
 from octavo.worker.errors import MemoryShortage, StartError
-from octavo.worker.models.config import parse_model_config
-from octavo.worker.models.layers import Placement, ShardSpec
+from octavo.worker.memory import DeviceMemory
+from octavo.worker.runner import EagerRunner
 from tests.support.tiny_models import TINY_LLAMA, load_worker, worker_config, write_model
 
 BLOCK_BYTES = 2 * 2 * 2 * 8 * 4 * 4
@@ -51,6 +52,15 @@ def test_the_smallest_settings_work(
     assert (facts.block_size, facts.num_blocks, facts.max_model_len) == (block_size, blocks, length)
 
 
+def test_limits_and_cache_follow_the_device_where_nothing_is_said(folder: Path) -> None:
+    unsaid: dict[str, Any] = dict.fromkeys(
+        ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "kv_cache_memory_bytes")
+    )
+    facts = load_worker(folder, **unsaid, load_format="dummy").facts
+    assert (facts.max_num_seqs, facts.max_num_batched_tokens) == (64, 512)
+    assert facts.num_blocks == 2**30 // BLOCK_BYTES
+
+
 def test_blocks_follow_from_the_memory(folder: Path) -> None:
     worker = load_worker(folder, num_gpu_blocks_override=None, kv_cache_memory_bytes=10 * BLOCK_BYTES + 1)
     assert worker.facts.num_blocks == 10
@@ -67,9 +77,10 @@ def test_auto_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (facts.device, facts.backend) == ("cpu", "cpu")
 
 
-def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
+def test_dummy_weights_need_nothing_but_a_config(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     assert load_worker(tmp_path, load_format="dummy").facts.vocab_size == 97
 
 
@@ -90,6 +101,12 @@ def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
         ({"max_model_len": 257}, "max_model_len = 257: expected 2 to 256, the model's positions"),
         ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override = 0: expected 2 to"),
         ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override = 1: expected 2 to"),
+        ({"gpu_memory_utilization": 0.0}, r"gpu_memory_utilization = 0\.0: expected above 0, at most 1"),
+        ({"gpu_memory_utilization": 1.01}, r"gpu_memory_utilization = 1\.01: expected above 0, at most 1"),
+        ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization = nan: expected above 0, at most 1"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype 'int4' is unknown; there are auto, fp8"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8' is not supported by backend 'reference'"),
+        ({"backend": "cpu", "batch_invariant": True}, "batch_invariant: the bits of backend 'cpu' depend on the batch"),
     ],
 )
 def test_settings_that_are_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
@@ -103,12 +120,10 @@ def test_a_cuda_device_that_is_not_there(folder: Path, monkeypatch: pytest.Monke
         load_worker(folder, device="cuda")
 
 
-def test_the_backend_follows_the_device() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert [loading._backend("auto", device) for device in (cpu, cuda)] == ["cpu", "reference"]
-    assert [loading._backend("reference", device) for device in (cpu, cuda)] == ["reference", "reference"]
-    with pytest.raises(StartError, match="backend 'cpu' does not run on device 'cuda'; backend 'reference' does"):
-        loading._backend("cpu", cuda)
+def test_triton_on_the_cpu_is_refused_without_its_interpreter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(StartError, match="backend 'triton' does not run on device 'cpu'"):
+        load_worker(folder, backend="triton")
 
 
 def test_a_cache_below_two_blocks(folder: Path) -> None:
@@ -117,26 +132,77 @@ def test_a_cache_below_two_blocks(folder: Path) -> None:
 
 
 def test_a_cache_that_does_not_fit_names_need_and_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "free_bytes", lambda device: 10**6)
-    with pytest.raises(MemoryShortage, match=f"needs {BLOCK_BYTES * 5000} bytes for 5000 blocks, 1000000 are free"):
+    monkeypatch.setattr(kv_cache, "free_and_total", lambda device: (2**20, 2**30))
+    with pytest.raises(
+        MemoryShortage,
+        match=r"needs 4\.9 MiB for 5000 blocks; 1\.0 MiB of 1\.0 GiB are free on cpu; lower --num-gpu-blo",
+    ):
         load_worker(folder, num_gpu_blocks_override=5000)
 
 
 def test_weights_that_do_not_fit_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
     write_model(tmp_path)
     write_model(tmp_path / "huge", TINY_LLAMA | {"hidden_size": 2**31 - 1}, tensors={})
-    with pytest.raises(MemoryShortage, match=r"the weights need \d{13,} bytes on cpu, \d+ are free"):
+    with pytest.raises(MemoryShortage, match=r"the weights need \d{4,}\.\d GiB on cpu, .* GiB of .* GiB are free"):
         load_worker(tmp_path / "huge", load_format="dummy")
 
 
-def test_the_cache_is_not_resident_before_it_is_written() -> None:
-    model = parse_model_config(TINY_LLAMA)
-    config = worker_config(Path(), num_gpu_blocks_override=2**28 // BLOCK_BYTES)
-    before = psutil.Process().memory_info().rss
-    caches = kv_cache.allocate(config, model, ShardSpec(), Placement(torch.float32, torch.device("cpu")))
-    assert psutil.Process().memory_info().rss - before < 2**26
-    assert sum(cache.keys.nbytes + cache.values.nbytes for cache in caches) == 2**28
-    assert not caches[-1].values[-1].any()
+def choices(folder: Path, device: str, **settings: Any) -> loading._Choices:
+    """Return what is chosen for a worker of the reference backend; on "cuda" as if there were such a device."""
+    chosen = loading._choose(worker_config(folder, num_gpu_blocks_override=None, **settings))
+    placement = replace(chosen.placement, device=torch.device(device))
+    return replace(chosen, placement=placement)
+
+
+def test_weights_that_others_leave_no_room_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_and_total", lambda device: (2**16, 140 * 2**30))
+    with pytest.raises(
+        MemoryShortage, match=r"weights need 165\.1 KiB on cuda, 64\.0 KiB of 140\.0 GiB are free; end other processes"
+    ):
+        loading._check_memory(choices(folder, "cuda"))
+
+
+def test_weights_that_exceed_the_share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_and_total", lambda device: (8 * 2**30, 10 * 2**30))
+    loading._check_memory(choices(folder, "cuda", gpu_memory_utilization=0.11))
+    loading._check_memory(choices(folder, "cuda", gpu_memory_utilization=0.1, kv_cache_memory_bytes=2**20))
+    loading._check_memory(choices(folder, "cpu", gpu_memory_utilization=0.1))
+    with pytest.raises(
+        MemoryShortage,
+        match=r"weights need 165\.1 KiB and the CUDA context 1\.0 GiB, utilisation 0\.1 of 10\.0 GiB is 1\.0 GiB; raise",
+    ):
+        loading._check_memory(choices(folder, "cuda", gpu_memory_utilization=0.1))
+
+
+@pytest.mark.parametrize(
+    ("backend", "eager", "graphs"), [("reference", False, 0), ("triton", True, 0), ("triton", False, 1)]
+)
+def test_the_largest_step_is_tried_with_the_smallest_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, backend: str, eager: bool, graphs: int
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def measure(device: torch.device, largest_step: Callable[[], object], graphs: int) -> DeviceMemory:
+        largest_step()
+        return DeviceMemory(2**37, 2**37, 0, 0, 0, graphs)
+
+    def make_runner(num_blocks: int) -> EagerRunner:
+        runner = EagerRunner.__new__(EagerRunner)
+        monkeypatch.setattr(runner, "profile", lambda: seen.append((num_blocks, len(seen))))
+        return runner
+
+    monkeypatch.setattr(memory, "measure", measure)
+    chosen = replace(choices(folder, "cuda", enforce_eager=eager), backend=backend)
+    assert loading._profile(chosen, make_runner).graphs == graphs * memory.GRAPH_BYTES
+    assert seen == [(kv_cache.MIN_BLOCKS, 0)]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_the_largest_step_runs(folder: Path, backend: str) -> None:
+    """On the CPU nothing is measured by it; that it runs with the smallest cache is what can be shown."""
+    runner = load_worker(folder, backend=backend, num_gpu_blocks_override=kv_cache.MIN_BLOCKS).runner
+    runner.profile()
+    assert len(runner.rows) == 0
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -171,7 +172,7 @@ class DecodeGraphs:
 
 
 @contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> Iterator[None]:
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Capture what happens on the current stream; torch.cuda.graph would collect garbage each time."""
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:

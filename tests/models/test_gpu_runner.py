@@ -1,0 +1,248 @@
+"""The GPU runner against the eager reference: same plans, same tokens. Without a GPU Triton's interpreter runs it."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.wire.columns import pack_ints, unpack_ints
+from octavo.wire.plan import FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, RowSampling, StepPlan, StepResult
+from octavo.worker.errors import PlanError
+from octavo.worker.gpu.graphs import graph_sizes
+from octavo.worker.gpu.runner import GpuRunner
+from octavo.worker.models.decoder import Batch, Decoder, KVCache
+from octavo.worker.runner import EagerRunner
+from tests.support.plan_driver import GREEDY, PlanDriver, faults_of, generate, logprob_bits, tokens_of
+from tests.support.tiny_models import TINY_LLAMA, load_worker, write_model
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+# A head size that the kernels are made for on a GPU; the interpreter takes any.
+SHAPE = TINY_LLAMA | {"tie_word_embeddings": False} | ({"head_dim": 64} if CUDA else {})
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32]
+OTHER = [27, 18, 28]
+FILTERS = RowSampling(seed=11, temperature=0.9, top_k=20, top_p=0.9, min_p=0.01)
+PENALTIES = RowSampling(seed=2**63 + 1, temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4, logprobs=3)
+MASKS = RowSampling(
+    seed=4,
+    temperature=1.0,
+    min_tokens=3,
+    stop_token_ids=pack_ints([5, 6]),
+    allowed_token_ids=pack_ints(range(40)),
+    logit_bias_ids=pack_ints([9, 60]),
+    logit_bias_values=b"\0\0\0\x40\0\0\xc8\x42",  # 2.0, 100.0
+)
+PLAIN = RowSampling(seed=9, temperature=0.8)
+EVERY = {"greedy": GREEDY, "plain": PLAIN, "filters": FILTERS, "penalties": PENALTIES, "masks": MASKS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), SHAPE)
+
+
+@pytest.fixture(scope="module")
+def expected_by(folder: Path) -> EagerRunner:
+    runner = load_worker(folder).runner
+    assert isinstance(runner, EagerRunner)
+    return runner
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> GpuRunner:
+    runner = load_worker(folder, backend="triton", device=DEVICE, dtype="float32").runner
+    assert isinstance(runner, GpuRunner)
+    return runner
+
+
+@pytest.fixture
+def runner(loaded: GpuRunner) -> GpuRunner:
+    loaded.clear()
+    return loaded
+
+
+def run_ahead(runner: GpuRunner, plans: list[StepPlan], depth: int) -> list[StepResult]:
+    """Execute plans with `depth` of them under way."""
+    results: list[StepResult] = []
+    left = list(plans)
+    while len(results) < len(plans):
+        while left and runner.num_in_flight < depth:
+            runner.launch(left.pop(0))
+        results += runner.take_results()
+    return results
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_one_sequence_draws_what_the_reference_draws(
+    runner: GpuRunner, expected_by: EagerRunner, name: str
+) -> None:
+    for chunk in (32, 4):
+        ids, _ = generate(runner, PROMPT, 8, EVERY[name], chunk=chunk)
+        assert ids == generate(expected_by, PROMPT, 8, EVERY[name], chunk=chunk)[0]
+
+
+def mixed_plans(seed: int, num_steps: int) -> list[StepPlan]:
+    """Write plans of a random mix: chunks, decodes, hits, forks, copies, rows that end and begin anew."""
+    rng = random.Random(seed)
+    driver = PlanDriver(4, 129, seed=seed)
+    plans = []
+    for _ in range(num_steps):
+        fresh = [row for row in range(8) if row not in driver.rows]
+        begun: list[int] = []
+        for row in fresh:
+            if rng.random() < 0.4:
+                ids = [rng.randrange(97) for _ in range(rng.randint(1, 20))]
+                driver.begin(row, ids, rng.choice(list(EVERY.values())), choice=rng.randrange(3))
+                begun.append(row)
+        counts: dict[int, int] = {}
+        for row, state in driver.rows.items():
+            left = state.num_known - state.num_computed
+            if rng.random() < 0.85 and sum(counts.values()) + left < 60:
+                counts[row] = rng.randint(1, left)
+        free = [row for row in range(8) if row not in driver.rows]
+        samples = [r for r, n in counts.items() if driver.rows[r].num_computed + n == driver.rows[r].num_known]
+        if free and samples and rng.random() < 0.3:
+            driver.fork(samples[0], free[0], 5)
+        plans.append(driver.plan(counts))
+        for row in list(driver.rows):
+            if driver.rows[row].num_known > 30 or rng.random() < 0.05:
+                driver.end(row)
+    return plans
+
+
+@pytest.mark.parametrize("seed", range(3 if not CUDA else 20))
+def test_any_mix_of_rows_draws_what_the_reference_draws(
+    runner: GpuRunner, expected_by: EagerRunner, seed: int
+) -> None:
+    plans = mixed_plans(seed, 14 if not CUDA else 60)
+    expected_by.clear()
+    expected = [expected_by.execute(plan) for plan in plans]
+    for step, (ours, theirs) in enumerate(zip(run_ahead(runner, plans, 3), expected, strict=True)):
+        assert list(unpack_ints(ours.row)) == list(unpack_ints(theirs.row)), step
+        assert tokens_of(ours) == tokens_of(theirs), step
+        assert faults_of(ours) == faults_of(theirs), step
+        for mine, reference in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert mine.top_ids == reference.top_ids, step
+            assert mine.logprob == pytest.approx(reference.logprob, abs=1e-3), step
+
+
+def test_a_row_that_begins_with_cached_blocks_reads_them(runner: GpuRunner, expected_by: EagerRunner) -> None:
+    prompt = list(range(1, 14))
+
+    def plans() -> list[StepPlan]:
+        driver = PlanDriver(4, 129)
+        driver.begin(0, prompt)
+        driver.begin(1, prompt, num_cached=12, cached_from=driver.rows[0])  # found in the plan that fills them
+        first = driver.plan({0: 13, 1: 1})
+        driver.begin(2, prompt, num_cached=8, cached_from=driver.rows[0])
+        return [first, driver.plan({0: 1, 1: 1, 2: 5}), driver.plan({0: 1, 1: 1, 2: 1})]
+
+    expected_by.clear()
+    assert [tokens_of(r) for r in run_ahead(runner, plans(), 2)] == [
+        tokens_of(expected_by.execute(plan)) for plan in plans()
+    ]
+
+
+def break_logits(monkeypatch: pytest.MonkeyPatch, line: int, value: float) -> None:
+    forward = Decoder.forward
+
+    def broken(self: Decoder, batch: Batch, caches: list[KVCache]) -> torch.Tensor:
+        logits = forward(self, batch, caches)
+        logits[line, 5] = value
+        return logits
+
+    monkeypatch.setattr(Decoder, "forward", broken)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sampling", [GREEDY, PLAIN, PENALTIES], ids=["greedy", "plain", "penalties"])
+def test_nonfinite_logits_fault_their_row_alone(
+    runner: GpuRunner, monkeypatch: pytest.MonkeyPatch, value: float, sampling: RowSampling
+) -> None:
+    expected, _ = generate(runner, OTHER, 2, sampling)
+    driver = PlanDriver.of(runner)
+    driver.begin(4, PROMPT, sampling)
+    driver.begin(6, OTHER, sampling)
+    with monkeypatch.context() as patch:
+        break_logits(patch, 0, value)
+        result = runner.execute(driver.plan({4: 9, 6: 3}))
+    assert faults_of(result) == {4: FAULT_NONFINITE_LOGITS}
+    assert tokens_of(result) == {6: expected[0]}
+    assert logprob_bits(result).keys() == ({6} if sampling.logprobs >= 0 else set())
+    assert tokens_of(runner.execute(driver.plan({4: 1, 6: 1})))[6] == expected[1]
+
+
+def test_a_row_without_candidates_faults_alone(runner: GpuRunner) -> None:
+    ids = pack_ints([7, 8])
+    driver = PlanDriver.of(runner)
+    driver.begin(0, PROMPT, RowSampling(seed=0, allowed_token_ids=ids, stop_token_ids=ids, min_tokens=1))
+    driver.begin(1, OTHER)
+    result = runner.execute(driver.plan({0: 9, 1: 3}))
+    assert faults_of(result) == {0: FAULT_NO_CANDIDATE}
+    assert tokens_of(result).keys() == {1}
+
+
+def test_an_empty_plan_is_answered_in_its_turn(runner: GpuRunner) -> None:
+    driver = PlanDriver.of(runner)
+    driver.begin(0, OTHER)
+    plans = [driver.plan({0: 3})]
+    driver.end(0)
+    plans.append(driver.plan({}))
+    assert [result.step for result in run_ahead(runner, plans, 2)] == [1, 2]
+    assert len(runner.rows) == 0
+
+
+def test_a_plan_error_leaves_the_weights_usable(runner: GpuRunner) -> None:
+    expected, _ = generate(runner, PROMPT, 2)
+    driver = PlanDriver.of(runner)
+    driver.begin(0, PROMPT)
+    runner.launch(driver.plan({0: 9}))
+    with pytest.raises(PlanError, match="row 3 is not live"):
+        runner.launch(StepPlan(1, 1, pack_ints([3]), pack_ints([1]), pack_ints([1])))
+    runner.clear()
+    assert (runner.num_in_flight, runner.take_results()) == (0, [])
+    assert generate(runner, PROMPT, 2)[0] == expected
+
+
+def test_the_null_block_and_free_blocks_are_never_written(runner: GpuRunner) -> None:
+    for cache in runner._caches:
+        cache.keys.fill_(7.0)
+        cache.values.fill_(7.0)
+    driver = PlanDriver.of(runner)
+    for row in range(3):
+        driver.begin(row, [*PROMPT[:7], row])
+    runner.execute(driver.plan(dict.fromkeys(range(3), 8)))
+    runner.execute(driver.plan(dict.fromkeys(range(3), 1)))
+    used = {block for row in driver.rows.values() for block in row.table}
+    untouched = torch.tensor([block for block in range(129) if block not in used])
+    for cache in runner._caches:
+        for half in (cache.keys.cpu(), cache.values.cpu()):
+            assert bool((half[untouched] == 7.0).all())
+
+
+def test_unwritten_slots_are_never_read(runner: GpuRunner) -> None:
+    expected = generate(runner, PROMPT, 6, PENALTIES, chunk=4)
+    for cache in runner._caches:
+        cache.keys.fill_(float("nan"))
+        cache.values.fill_(float("nan"))
+    assert generate(runner, PROMPT, 6, PENALTIES, chunk=4) == expected
+
+
+def test_the_largest_step_can_be_tried_without_a_trace(runner: GpuRunner) -> None:
+    for cache in runner._caches:
+        cache.keys.zero_()
+        cache.values.zero_()
+    before = [cache.keys.clone() for cache in runner._caches]
+    runner.profile()
+    assert all(torch.equal(cache.keys, keys) for cache, keys in zip(runner._caches, before, strict=True))
+    assert len(runner.rows) == 0
+
+
+def test_sizes_of_graphs_hold_every_batch() -> None:
+    for most in (1, 3, 8, 64, 250, 256, 300, 1024):
+        sizes = graph_sizes(most)
+        assert sizes == sorted(set(sizes))
+        assert (sizes[0], sizes[-1]) == (1, most)
+        padding = [next(s for s in sizes if s >= n) - n for n in range(1, most + 1)]
+        assert max(padding) < 32
