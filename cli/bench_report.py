@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,7 +59,7 @@ def describe(model: str, settings: EngineSettings, engine: Engine, commit: str |
     """
     row = {
         "engine": "octavo",
-        "version": _version("octavo"),
+        "version": _own_version(),
         "commit": commit or _commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": _device(engine.torch_device or str(settings.flags.get("device"))),
@@ -198,6 +199,17 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _own_version() -> str:
+    """Return the installed version; in a checkout that is not installed, what its pyproject.toml says."""
+    if (found := _version("octavo")) != "unknown":
+        return found
+    try:
+        text = (Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+        return str(tomllib.loads(text)["project"]["version"])
+    except (OSError, KeyError, tomllib.TOMLDecodeError):
         return "unknown"
 
 

@@ -94,7 +94,7 @@ def load(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWor
         between_tensors()
         _warm_up(runner)
         if not config.enforce_eager:
-            runner.capture()
+            _capture(runner, device)
     facts = _facts(chosen, num_blocks)
     logger.info(
         "ready in %.1f s (%.1f s after the weights): %s, %d blocks of %d tokens (%s), %s on %s, backend %s, %d threads",
@@ -184,6 +184,17 @@ def _profile(chosen: _Choices, make_runner: Callable[[int], Runner]) -> memory.D
         in_words(measured.activations),
     )
     return measured
+
+
+def _capture(runner: Runner, device: torch.device) -> None:
+    before, _ = memory.free_and_total(device)
+    runner.capture()
+    if device.type == "cuda":
+        after, _ = memory.free_and_total(device)
+        reserve = in_words(memory.GRAPH_BYTES)
+        logger.info(
+            "captured graphs take %s of %s reserved; %s left", in_words(before - after), reserve, in_words(after)
+        )
 
 
 def _facts(chosen: _Choices, num_blocks: int) -> WorkerFacts:

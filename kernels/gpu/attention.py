@@ -50,17 +50,22 @@ class _Options(NamedTuple):
     softcap: float
 
 
-# By the bytes of a head in q's dtype, padded to a power of two: the first entry that is large enough.
+# By the size of q's elements and that of a head, rounded up to a power of two; smaller heads take the first entry.
 _DECODE = {
-    256: Tuning(16, 64, 4, 3, 3),
-    512: Tuning(16, 32, 4, 3, 3),
-    1024: Tuning(16, 16, 4, 3, 2),
+    (2, 64): Tuning(16, 64, 4, 3, 3),
+    (2, 128): Tuning(16, 64, 4, 3, 3),
+    (2, 256): Tuning(16, 32, 4, 3, 2),
+    (4, 64): Tuning(16, 32, 4, 3, 3),
+    (4, 128): Tuning(16, 32, 4, 3, 3),
+    (4, 256): Tuning(16, 16, 4, 3, 2),
 }
 _PREFILL = {
-    128: Tuning(128, 64, 8, 3),
-    256: Tuning(128, 64, 8, 3),
-    512: Tuning(64, 32, 4, 2),
-    1024: Tuning(16, 16, 4, 1),
+    (2, 64): Tuning(128, 64, 8, 3),
+    (2, 128): Tuning(128, 64, 8, 3),
+    (2, 256): Tuning(128, 32, 8, 2),
+    (4, 64): Tuning(32, 32, 4, 2),
+    (4, 128): Tuning(32, 16, 4, 2),
+    (4, 256): Tuning(16, 16, 4, 1),
 }
 
 
@@ -97,7 +102,7 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_decodes > 0:
         _launch_decode(q, key_cache, value_cache, rows, num_decodes, options, out)
-    if q.shape[0] > num_decodes:
+    if q.shape[0] > num_decodes or seq_lens.shape[0] > num_decodes:
         _launch_prefill(q, key_cache, value_cache, rows, num_decodes, options, out)
     return out
 
@@ -167,7 +172,8 @@ def _launch_prefill(
     tuning = tuning or _choose(_PREFILL, head_size, q.element_size())
     block_m = max(tuning.block_m, triton.next_power_of_2(group))
     # A row's tiles begin at (tokens before it) // queries + (rows before it): one tile a row is enough to round up.
-    num_tiles = (num_tokens - num_decodes) // (block_m // group) + num_rows - num_decodes + 1
+    # Decode rows without a query (padding) leave their token to a row behind them, so all tokens count here.
+    num_tiles = num_tokens // (block_m // group) + num_rows - num_decodes + 1
     prefill_kernel[(num_kv_heads, num_tiles)](
         q,
         key_cache,
@@ -195,9 +201,8 @@ def _launch_prefill(
     )
 
 
-def _choose(table: dict[int, Tuning], head_size: int, element_size: int) -> Tuning:
-    width = triton.next_power_of_2(head_size) * element_size
-    return next(tuning for limit, tuning in table.items() if width <= limit)
+def _choose(table: dict[tuple[int, int], Tuning], head_size: int, element_size: int) -> Tuning:
+    return table[element_size, max(64, triton.next_power_of_2(head_size))]
 
 
 def _padded_rows(num_rows: int) -> int:

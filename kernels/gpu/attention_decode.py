@@ -178,7 +178,7 @@ def _attend(
         next_blocks = load_blocks(table, place + BLOCK_N, place + BLOCK_N < seq_len, True, SHAPE)
         k, v = load_tile(keys, values, blocks, place, visible, True, STRIDES, SHAPE, q.dtype.element_ty)
         blocks = next_blocks
-        scores = tl.dot(queries, k, input_precision="ieee")
+        scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
         exponent = scale
         if SOFTCAP > 0:
             scores = cap(scores * scale, SOFTCAP)

@@ -49,7 +49,8 @@ def prefill_kernel(
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     row, begin, end, seq_len = _find_row(tile, query_start, seq_lens, num_tokens, num_rows, num_decodes, QUERIES, ROWS)
-    first = begin + (tile - (begin - num_decodes) // QUERIES - row) * QUERIES
+    origin = tl.load(query_start + num_decodes)
+    first = begin + (tile - (begin - origin) // QUERIES - row) * QUERIES
     if first >= end:
         return
 
@@ -103,7 +104,8 @@ def _find_row(
     count = num_rows - num_decodes
     starts = tl.load(query_start + num_decodes + rows, rows <= count, other=0)
     lens = tl.load(seq_lens + num_decodes + rows, rows < count, other=0)
-    mine = (rows <= count) & ((starts - num_decodes) // QUERIES + rows <= tile)
+    origin = tl.load(query_start + num_decodes)
+    mine = (rows <= count) & ((starts - origin) // QUERIES + rows <= tile)
     row = tl.sum(mine.to(tl.int32), 0) - 1
     begin = tl.max(tl.where(mine, starts, 0), 0)
     end = tl.sum(tl.where(rows == row + 1, starts, 0), 0)
@@ -143,7 +145,7 @@ def _attend(
         next_blocks = load_blocks(table, place + BLOCK_N, place + BLOCK_N < most, True, SHAPE)
         k, v = load_tile(keys, values, blocks, place, place < most, MASKED, STRIDES, SHAPE, queries.dtype)
         blocks = next_blocks
-        scores = tl.dot(queries, k, input_precision="ieee")
+        scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
         exponent = scale
         if SOFTCAP > 0:
             scores = cap(scores * scale, SOFTCAP)

@@ -21,31 +21,28 @@ def load_blocks(table, place, visible, MASKED: tl.constexpr, SHAPE: tl.constexpr
 def load_tile(
     keys, values, blocks, place, visible, MASKED: tl.constexpr, STRIDES: tl.constexpr, SHAPE: tl.constexpr, DTYPE
 ):
-    """Gather the keys [d', N] (transposed) and values [N, d'] at ``place`` [N] in ``blocks`` [N], in q's dtype.
+    """Gather keys and values [N, d'] at ``place`` [N] in ``blocks`` [N], in q's dtype; d' is d padded to a power of two.
 
     ``keys`` and ``values`` point at the head in block 0. Where MASKED, places that are not ``visible`` [N] are not read
-    and give zeros. d' is d padded to a power of two.
+    and give zeros.
     """
     BLOCK_SIZE: tl.constexpr = SHAPE[3]
     HEAD: tl.constexpr = SHAPE[2]
     PADDED: tl.constexpr = triton.next_power_of_2(HEAD)
     lane = tl.arange(0, PADDED)
-    offset = blocks.to(tl.int64) * STRIDES[0] + (place % BLOCK_SIZE) * STRIDES[1]
-    keys += offset[None, :] + lane[:, None]
-    values += offset[:, None] + lane[None, :]
+    offset = (blocks.to(tl.int64) * STRIDES[0] + (place % BLOCK_SIZE) * STRIDES[1])[:, None] + lane[None, :]
     if MASKED:
-        if HEAD == PADDED:
-            k = tl.load(keys, visible[None, :], other=0.0)
-            v = tl.load(values, visible[:, None], other=0.0)
-        else:
-            k = tl.load(keys, visible[None, :] & (lane < HEAD)[:, None], other=0.0)
-            v = tl.load(values, visible[:, None] & (lane < HEAD)[None, :], other=0.0)
+        inside = visible[:, None]
+        if HEAD != PADDED:
+            inside = inside & (lane < HEAD)[None, :]
+        k = tl.load(keys + offset, inside, other=0.0)
+        v = tl.load(values + offset, inside, other=0.0)
     elif HEAD == PADDED:
-        k = tl.load(keys)
-        v = tl.load(values)
+        k = tl.load(keys + offset)
+        v = tl.load(values + offset)
     else:
-        k = tl.load(keys, (lane < HEAD)[:, None], other=0.0)
-        v = tl.load(values, (lane < HEAD)[None, :], other=0.0)
+        k = tl.load(keys + offset, (lane < HEAD)[None, :], other=0.0)
+        v = tl.load(values + offset, (lane < HEAD)[None, :], other=0.0)
     return k.to(DTYPE), v.to(DTYPE)
 
 

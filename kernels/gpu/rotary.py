@@ -143,10 +143,10 @@ def _rotary_kernel(
         _put(value_cache + offset + lane, value_first.to(tl.float32), mask, dtype, FLOAT8, LIMIT)
         _put(value_cache + offset + half + lane, value_second.to(tl.float32), mask, dtype, FLOAT8, LIMIT)
         if REST:
-            mask = inside & (behind < HEAD_SIZE)
-            value_rest = tl.load(source + behind, mask, other=0.0).to(tl.float32)
-            _put(key_cache + offset + behind, rest, mask, dtype, FLOAT8, LIMIT)
-            _put(value_cache + offset + behind, value_rest, mask, dtype, FLOAT8, LIMIT)
+            rest_mask = inside & (behind < HEAD_SIZE)
+            value_rest = tl.load(source + behind, rest_mask, other=0.0).to(tl.float32)
+            _put(key_cache + offset + behind, rest, rest_mask, dtype, FLOAT8, LIMIT)
+            _put(value_cache + offset + behind, value_rest, rest_mask, dtype, FLOAT8, LIMIT)
 
 
 def rotary_and_write_kv(

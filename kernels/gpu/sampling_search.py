@@ -99,31 +99,43 @@ def _thresholds(lo, hi, scale, passes):
 
 
 @triton.jit
+def _load_listed(row_logits, listed, num_listed, vocabulary, start, TILE: tl.constexpr):
+    """Ids and logits of ``TILE`` listed groups from ``start`` on; past the end -inf."""
+    lane = tl.arange(0, TILE * _GROUP)
+    index = start + lane // _GROUP
+    group = tl.load(listed + index, mask=index < num_listed, other=_BEYOND)
+    ids = group * _GROUP + lane % _GROUP
+    return ids, tl.load(row_logits + ids, mask=ids < vocabulary, other=float("-inf"))
+
+
+@triton.jit
+def _weigh_tile(ids, values, numbers, masses, thresholds, cut_key, cut_id, top, scale):
+    keys = ordered(values)
+    keys = tl.where((keys == cut_key) & (ids > cut_id), -2147483648, keys)
+    mass = tl.exp2((values - top) * scale)
+    is_above = keys[None, :] >= thresholds[:, None]
+    return numbers + is_above.to(tl.int32), masses + tl.where(is_above, mass[None, :], 0.0)
+
+
+@triton.jit
 def _weigh(row_logits, listed, num_listed, vocabulary, cut, thresholds, top, scale, TILE: tl.constexpr):
     """Of ids at or before the cut with a key at or above each threshold [8]: the number, int32, and mass, fp64.
 
     The mass of an id is ``2^((logit - top) * scale)``.
     """
-    keys_8 = thresholds.to(tl.int32)[:, None, None, None]
-    quads = tl.arange(0, _GROUP // 4)[None, :] * 4
-    numbers = tl.zeros([8, TILE, _GROUP // 4], tl.int32)
-    masses = tl.zeros([8, TILE, _GROUP // 4], tl.float32)
+    keys = thresholds.to(tl.int32)
+    numbers = tl.zeros([8, TILE * _GROUP], tl.int32)
+    masses = tl.zeros([8, TILE * _GROUP], tl.float32)
     cut_key, cut_id = (cut >> _ID_BITS).to(tl.int32), _ID_MASK - (cut & _ID_MASK).to(tl.int32)
     start = num_listed * 0
     while start < num_listed:
-        index = start + tl.arange(0, TILE)
-        group = tl.load(listed + index, mask=index < num_listed, other=_BEYOND)
-        ids = (group[:, None] * _GROUP + quads)[:, :, None] + tl.arange(0, 4)[None, None, :]
-        values = tl.load(row_logits + ids, mask=ids < vocabulary, other=float("-inf"))
-        keys = ordered(values)
-        keys = tl.where((keys == cut_key) & (ids > cut_id), -2147483648, keys)
-        mass = tl.exp2((values - top) * scale)
-        is_above = keys[None, :, :, :] >= keys_8
-        numbers += tl.sum(is_above.to(tl.int32), axis=3)
-        masses += tl.sum(tl.where(is_above, mass[None, :, :, :], 0.0), axis=3)
-        start += TILE
-    number = tl.sum(tl.sum(numbers, axis=2), axis=1)
-    return number, tl.sum(tl.sum(masses.to(tl.float64), axis=2), axis=1)
+        # Two tiles at a time, so that more loads are under way.
+        ids, values = _load_listed(row_logits, listed, num_listed, vocabulary, start, TILE)
+        more_ids, more_values = _load_listed(row_logits, listed, num_listed, vocabulary, start + TILE, TILE)
+        numbers, masses = _weigh_tile(ids, values, numbers, masses, keys, cut_key, cut_id, top, scale)
+        numbers, masses = _weigh_tile(more_ids, more_values, numbers, masses, keys, cut_key, cut_id, top, scale)
+        start += 2 * TILE
+    return tl.sum(numbers, axis=1), tl.sum(masses.to(tl.float64), axis=1)
 
 
 @triton.jit
@@ -131,13 +143,10 @@ def _collect_near(row_logits, listed, num_listed, vocabulary, cut, lo, hi, near,
     """Write the places of ids at or before the cut with lo <= key < hi, up to the buffer's end; -> how many there are."""
     found = num_listed * 0
     tl.debug_barrier()  # the buffer's last readers are done
-    lane = tl.arange(0, TILE * _GROUP)
     start = num_listed * 0
     while start < num_listed:
-        index = start + lane // _GROUP
-        group = tl.load(listed + index, mask=index < num_listed, other=_BEYOND)
-        ids = group * _GROUP + lane % _GROUP
-        keys = ordered(tl.load(row_logits + ids, mask=ids < vocabulary, other=float("-inf")))
+        ids, values = _load_listed(row_logits, listed, num_listed, vocabulary, start, TILE)
+        keys = ordered(values)
         places = place_of(keys, ids)
         is_near = (keys >= lo.to(tl.int32)) & (keys < hi.to(tl.int32)) & (places >= cut)
         number = tl.sum(is_near.to(tl.int32), axis=0)

@@ -182,12 +182,13 @@ def test_nothing_is_written_around_the_output() -> None:
     step = Step([(1, 37), (1, 0), (7, 70), (1, 20)], (9, 3, 80))
     rows = attention._Rows(step.tables, step.query_start, step.seq_lens)
     options = attention._Options(step.scale, 0, 0.0)
+    keys, values = step.caches
     for canary in (float("nan"), 7.0):
         buffer = torch.full((30, 9, 80), canary, device=DEVICE)
         out = buffer[10:20]
-        attention._launch_decode(step.q, *step.caches, rows, 2, options, out)
+        attention._launch_decode(step.q, keys, values, rows, 2, options, out)
         assert buffer[12:].isnan().all() if canary != canary else (buffer[12:] == canary).all()
-        attention._launch_prefill(step.q, *step.caches, rows, 2, options, out)
+        attention._launch_prefill(step.q, keys, values, rows, 2, options, out)
         torch.testing.assert_close(out.double().cpu(), step.formula(), rtol=2e-5, atol=2e-5)
         rest = torch.cat((buffer[:10], buffer[20:]))
         assert rest.isnan().all() if canary != canary else (rest == canary).all()

@@ -9,7 +9,6 @@ import torch
 from octavo.wire.columns import pack_ints, unpack_ints
 from octavo.wire.plan import FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, RowSampling, StepPlan, StepResult
 from octavo.worker.errors import PlanError
-from octavo.worker.gpu.graphs import graph_sizes
 from octavo.worker.gpu.runner import GpuRunner
 from octavo.worker.models.decoder import Batch, Decoder, KVCache
 from octavo.worker.runner import EagerRunner
@@ -239,10 +238,3 @@ def test_the_largest_step_can_be_tried_without_a_trace(runner: GpuRunner) -> Non
     assert len(runner.rows) == 0
 
 
-def test_sizes_of_graphs_hold_every_batch() -> None:
-    for most in (1, 3, 8, 64, 250, 256, 300, 1024):
-        sizes = graph_sizes(most)
-        assert sizes == sorted(set(sizes))
-        assert (sizes[0], sizes[-1]) == (1, most)
-        padding = [next(s for s in sizes if s >= n) - n for n in range(1, most + 1)]
-        assert max(padding) < 32

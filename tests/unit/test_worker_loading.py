@@ -147,6 +147,20 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_allocated(tmp_pa
         load_worker(tmp_path / "huge", load_format="dummy")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, Triton's kernels are compiled")
+@pytest.mark.parametrize(("name", "dtype"), [("auto", torch.float32), ("fp8", torch.float8_e4m3fn)])
+def test_the_cache_of_the_gpu_kernels_is_head_major(folder: Path, name: str, dtype: torch.dtype) -> None:
+    from octavo.worker.gpu.runner import GpuRunner
+
+    runner = load_worker(folder, backend="triton", kv_cache_dtype=name).runner
+    assert isinstance(runner, GpuRunner)
+    for cache in runner._caches:
+        for tensor in (cache.keys, cache.values):
+            assert tensor.shape == (129, 4, 2, 8)
+            assert tensor.stride() == (64, 8, 32, 1)
+            assert tensor.dtype is dtype
+
+
 def choices(folder: Path, device: str, **settings: Any) -> loading._Choices:
     """Return what is chosen for a worker of the reference backend; on "cuda" as if there were such a device."""
     chosen = loading._choose(worker_config(folder, num_gpu_blocks_override=None, **settings))

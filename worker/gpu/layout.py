@@ -1,6 +1,6 @@
-"""How a step lies on the device: its rows in the order that the kernels want, in as few columns as it takes.
+"""How a step lies on the device: rows with one token first, then the others; everything in one column of int32.
 
-A step is sent as one column of int32; everything else (ids, positions, slots, lengths, tables) is built there.
+The host sends which rows compute how much, and where; ids, positions, slots, lengths and tables are built on the device.
 """
 
 from dataclasses import dataclass
@@ -16,42 +16,67 @@ from octavo.worker.mirror import Step
 from octavo.worker.models.decoder import Batch
 from octavo.worker.transfer import upload
 
+Ints = NDArray[np.int32]
+
 
 @dataclass(frozen=True)
-class StepColumns:
-    """Columns of a step on the device, int32: R rows, S rows that sample and are of the plan."""
+class Layout:
+    """The rows of a step in the order of the kernels: R rows, S of which sample (forked rows are not among them)."""
 
-    rows: Tensor  # [R]
-    starts: Tensor  # [R]
-    query_start: Tensor  # [R + 1]
-    logits_index: Tensor  # [S] tokens whose logits are wanted, in the plan's order
+    rows: Ints  # [R]
+    starts: Ints  # [R] where each begins
+    query_start: Ints  # [R + 1]
+    logits_index: Ints  # [S] last token of each row that samples, in the plan's order
+    num_decodes: int  # rows with one token
+    max_query_len: int  # of the others; 0 without
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return int(self.query_start[-1])
+
+    @property
+    def longest(self) -> int:
+        """Keys of the longest row."""
+        return int((self.starts + np.diff(self.query_start)).max())
 
 
-def mixed_batch(device_rows: DeviceRows, step: Step, block_size: int, device: torch.device) -> Batch:
-    """Build the forward pass of any step: rows with one token first, then the others."""
-    order = sorted(range(len(step.rows)), key=lambda place: step.counts[place] != 1)
-    counts = np.array(step.counts, np.int32)[order]
-    query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+def lay_out(step: Step) -> Layout:
+    """Order a step's rows; the order of the plan is kept among those of a kind."""
+    counts = np.array(step.counts, np.int32)
+    order = np.argsort(counts != 1, kind="stable")
+    query_start = np.zeros(len(order) + 1, np.int32)
+    np.cumsum(counts[order], out=query_start[1:])
     last_token = np.empty(len(order), np.int32)  # of each row, in the plan's order
     last_token[order] = query_start[1:] - 1
-    starts = np.array(step.starts, np.int32)[order]
-    columns = _send(
-        np.array(step.rows, np.int32)[order], starts, query_start, last_token[step.sampling], device=device
-    )
-    num_tokens, longest = int(query_start[-1]), int((starts + counts).max())
     num_decodes = int((counts == 1).sum())
+    return Layout(
+        rows=np.array(step.rows, np.int32)[order],
+        starts=np.array(step.starts, np.int32)[order],
+        query_start=query_start,
+        logits_index=last_token[step.sampling],
+        num_decodes=num_decodes,
+        max_query_len=int(counts.max()) if num_decodes < len(order) else 0,
+    )
+
+
+def eager_batch(device_rows: DeviceRows, layout: Layout, block_size: int, device: torch.device) -> Batch:
+    """Build a forward pass that is as large as its step."""
+    columns = [layout.rows, layout.starts, layout.query_start, layout.logits_index]
+    rows, starts, query_start, logits_index = upload(np.concatenate(columns), device).split([c.size for c in columns])
+    num_tokens, num_rows = layout.num_tokens, layout.rows.size
     batch = Batch(
         input_ids=torch.empty(num_tokens, dtype=torch.int32, device=device),
         positions=torch.empty(num_tokens, dtype=torch.int32, device=device),
         slot_mapping=torch.empty(num_tokens, dtype=torch.int64, device=device),
-        block_tables=torch.empty(len(order), -(-longest // block_size), dtype=torch.int32, device=device),
-        query_start=columns.query_start,
-        seq_lens=torch.empty(len(order), dtype=torch.int32, device=device),
-        logits_index=columns.logits_index,
-        num_decodes=num_decodes,
-        max_query_len=int(counts.max()) if num_decodes < len(order) else 0,
+        block_tables=torch.empty(num_rows, -(-layout.longest // block_size), dtype=torch.int32, device=device),
+        query_start=query_start,
+        seq_lens=torch.empty(num_rows, dtype=torch.int32, device=device),
+        logits_index=logits_index,
+        num_decodes=layout.num_decodes,
+        max_query_len=layout.max_query_len,
     )
-    prepare(device_rows, columns.rows, columns.starts, batch, block_size)
+    prepare(device_rows, rows, starts, batch, block_size)
     return batch
 
 
@@ -70,8 +95,3 @@ def prepare(device_rows: DeviceRows, rows: Tensor, starts: Tensor, batch: Batch,
         batch.seq_lens,
         batch.block_tables,
     )
-
-
-def _send(*columns: NDArray[np.int32], device: torch.device) -> StepColumns:
-    together = upload(np.concatenate(columns), device)
-    return StepColumns(*together.split([column.size for column in columns]))

@@ -19,8 +19,8 @@ from octavo.kernels.ops import Ops
 from octavo.wire.columns import pack_ints
 from octavo.wire.plan import StepPlan, StepResult
 from octavo.worker.gpu.device_rows import DeviceRows
-from octavo.worker.gpu.graphs import DecodeGraphs
-from octavo.worker.gpu.layout import mixed_batch
+from octavo.worker.gpu.graphs import StepGraphs
+from octavo.worker.gpu.layout import eager_batch, lay_out
 from octavo.worker.gpu.moment import Moment
 from octavo.worker.mirror import Delta, Mirror, RowLimits, Step
 from octavo.worker.models.decoder import Decoder, KVCache
@@ -34,12 +34,7 @@ from octavo.worker.transfer import to_device, to_host
 class _PlainDraw:
     """Ids of rows that drew by their temperature alone: on their way to the host, -1 where logits are not finite."""
 
-    tokens: Tensor  # [n] int64
-    places: list[int] | None = None  # of the rows that sample; None: all
-
-    def collect(self) -> "NDArray[np.int64]":
-        tokens: NDArray[np.int64] = self.tokens.numpy()
-        return tokens if self.places is None else tokens[self.places]
+    tokens: Tensor  # [S] int64
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ class GpuRunner:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with self._on_stream(), torch.inference_mode():
             self._device_rows = DeviceRows(limits, device)
-            self._graphs = DecodeGraphs(model, ops, caches, limits, self._device_rows, device, valid_vocab)
+            self._graphs = StepGraphs(model, ops, caches, limits, self._device_rows, device, valid_vocab)
         self._in_flight: deque[_InFlight] = deque()
         self._last_done_ns = 0
 
@@ -158,21 +153,17 @@ class GpuRunner:
         is_plain = not step.forks and all(
             self._samplers[step.rows[i]].is_plain(self.rows.state(step.rows[i]).num_output) for i in step.sampling
         )
-        if self._graphs.is_ready and max(step.counts) == 1:
-            if is_plain:
-                return self._replay_whole(step, cells)
-            logits = self._graphs.replay_forward(step.rows, step.starts, cells)
-            return self._draw(step, logits[to_device(step.sampling, torch.int64, self._device)], is_plain=False)
-        self._device_rows.write_cells(cells)
-        batch = mixed_batch(self._device_rows, step, self._limits.block_size, self._device)
-        return self._draw(step, self._model.forward(batch, self._caches), is_plain)
-
-    def _replay_whole(self, step: Step, cells: list[tuple[int, int, int]]) -> _PlainDraw:
-        places = [-1] * len(step.rows)
-        for i in step.sampling:
-            places[i] = self.rows.sampled(step.rows[i])
-        tokens = to_host(self._graphs.replay_whole(step.rows, step.starts, places, cells))
-        return _PlainDraw(tokens, None if len(step.sampling) == len(step.rows) else step.sampling)
+        layout = lay_out(step)
+        shape = self._graphs.shape_for(layout)
+        if shape is None:
+            self._device_rows.write_cells(cells)
+            batch = eager_batch(self._device_rows, layout, self._limits.block_size, self._device)
+            return self._draw(step, self._model.forward(batch, self._caches), is_plain)
+        if is_plain:
+            rows = step.sampling_rows
+            places = [self.rows.sampled(row) for row in rows]
+            return _PlainDraw(to_host(self._graphs.replay_whole(shape, layout, rows, places, cells)))
+        return self._draw(step, self._graphs.replay_forward(shape, layout, cells), is_plain)
 
     def _draw(self, step: Step, logits: Tensor, is_plain: bool) -> _PlainDraw | Drawn | None:
         """Enqueue the draws of rows that sample, from their logits in the plan's order."""
@@ -216,7 +207,7 @@ class GpuRunner:
             case Drawn():
                 sampled = flight.drawn.collect()
             case _PlainDraw():
-                tokens = flight.drawn.collect()
+                tokens = flight.drawn.tokens.numpy()
                 if tokens.size and tokens.min() >= 0:
                     return _plain_result(flight, tokens.astype(np.int32), compute_us)
                 # Nothing was masked, so only logits that are not finite leave no id.

@@ -1,0 +1,89 @@
+"""Allowed ids and biases: pairs (row, id) applied to logits without a host synchronisation."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+_PAIRS = 128
+
+
+@triton.jit
+def _forbid_rows_kernel(logits, rows, logits_stride, vocabulary, num_pairs, BLOCK: tl.constexpr, PAIRS: tl.constexpr):
+    """Set the program's chunk of its row to -inf if any pair names the row."""
+    row = tl.program_id(0)
+    is_named = row * 0
+    first = row * 0
+    while first < num_pairs:
+        pairs = first + tl.arange(0, PAIRS)
+        named = tl.load(rows + pairs, mask=pairs < num_pairs, other=-1)
+        is_named += tl.sum((named == row).to(tl.int32), axis=0)
+        first = tl.where(is_named > 0, num_pairs, first + PAIRS)
+    if is_named > 0:
+        ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        place = logits + row.to(tl.int64) * logits_stride + ids
+        tl.store(place, tl.full([BLOCK], float("-inf"), tl.float32), mask=ids < vocabulary)
+
+
+@triton.jit
+def _bias_kernel(logits, rows, ids, values, logits_stride, num_pairs, PAIRS: tl.constexpr):
+    """Add, at each place that the program's pairs are the first to name, the sum of all its values."""
+    mine = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    inside = mine < num_pairs
+    my_row, my_id = tl.load(rows + mine, mask=inside, other=-1), tl.load(ids + mine, mask=inside, other=-1)
+    total = tl.zeros([PAIRS], tl.float32)
+    num_before = tl.zeros([PAIRS], tl.int32)
+    first = tl.program_id(0) * 0
+    while first < num_pairs:
+        other = first + tl.arange(0, PAIRS)
+        exists = other < num_pairs
+        other_row, other_id = tl.load(rows + other, mask=exists, other=-2), tl.load(ids + other, mask=exists, other=-2)
+        value = tl.load(values + other, mask=exists, other=0.0)
+        is_same = (my_row[:, None] == other_row[None, :]) & (my_id[:, None] == other_id[None, :])
+        total += tl.sum(tl.where(is_same, value[None, :], 0.0), axis=1)
+        num_before += tl.sum((is_same & (other[None, :] < mine[:, None])).to(tl.int32), axis=1)
+        first += PAIRS
+    is_first = inside & (num_before == 0)
+    place = logits + my_row.to(tl.int64) * logits_stride + my_id
+    tl.store(place, tl.load(place, mask=is_first, other=0.0) + total, mask=is_first)
+
+
+def _check(logits: Tensor) -> None:
+    if logits.dtype != torch.float32 or (logits.shape[1] > 1 and logits.stride(1) != 1):
+        raise ValueError("masks and biases take fp32 logits with contiguous rows")
+
+
+def apply_allowed(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
+    """In the rows named by the pairs (rows [n], ids [n]) int64, set to -inf every id that no pair names. In place.
+
+    Raises:
+        ValueError: logits are not fp32, or a row is not contiguous.
+    """
+    _check(logits)
+    num_pairs, vocabulary = rows.numel(), logits.shape[1]
+    if num_pairs == 0:
+        return
+    kept = logits[rows, ids]
+    grid = (logits.shape[0], triton.cdiv(vocabulary, _BLOCK))
+    _forbid_rows_kernel[grid](
+        logits, rows, logits.stride(0), vocabulary, num_pairs, BLOCK=_BLOCK, PAIRS=_PAIRS, num_warps=4
+    )
+    logits.index_put_((rows, ids), kept)
+
+
+def apply_logit_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
+    """Add values [n] fp32 (finite, or -inf to forbid) at (rows [n], ids [n]) int64 of logits [S, V]. In place.
+
+    Values of one place are added up first, in an order that depends on nothing but the pairs.
+
+    Raises:
+        ValueError: logits are not fp32, or a row is not contiguous.
+    """
+    _check(logits)
+    num_pairs = rows.numel()
+    if num_pairs == 0:
+        return
+    _bias_kernel[(triton.cdiv(num_pairs, _PAIRS),)](
+        logits, rows, ids, values, logits.stride(0), num_pairs, PAIRS=_PAIRS, num_warps=8
+    )

@@ -1,0 +1,138 @@
+"""octavo bench and benchmarks/engine.py, as they are typed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from octavo.cli.bench_engine import FLAGS
+from octavo.cli.main import build
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    *("--device", "cpu", "--num-threads", "1", "--max-num-seqs", "16", "--max-num-batched-tokens", "512"),
+    *("--num-gpu-blocks-override", "1025"),
+)
+OF_PROCESSES = {"model", "scheduler_address", "log_level", "config", "exit_with_parent"}
+
+
+def run(*words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def octavo(*words: str) -> "subprocess.CompletedProcess[str]":
+    return run("-P", "-m", "octavo.cli.main", *words)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def parameters(*path: str) -> dict[str, Any]:
+    """Return the defaults of a command's parameters by name."""
+    found: Any = typer.main.get_command(build(path[0]))
+    for name in path:
+        found = found.get_command(typer.Context(found), name)
+    return {parameter.name: parameter.default for parameter in found.params}
+
+
+@pytest.mark.parametrize("command", ["throughput", "latency"])
+def test_every_flag_of_the_worker_is_offered_with_the_same_default(command: str) -> None:
+    of_worker = {name: value for name, value in parameters("worker").items() if name not in OF_PROCESSES}
+    of_bench = parameters("bench", command)
+    assert {name: of_bench[name] for name in of_worker} == of_worker
+    assert {name.replace("_", "-") for name in of_worker} <= set(FLAGS)
+
+
+def test_the_client_loads_no_torch() -> None:
+    names = ("torch", "transformers", "grpc")
+    program = f"import sys, octavo.cli.bench; print([name for name in {names!r} if name in sys.modules])"
+    assert run("-P", "-c", program).stdout == "[]\n"
+
+
+def test_throughput(tmp_path: Path) -> None:
+    peers = tmp_path / "peers.jsonl"
+    peers.write_text(
+        json.dumps({"engine": "other", "version": "1", "device": "a pocket", "model": "tiny", "bench": "shared_prefix",
+                    "n_in": 3264, "n_out": 96, "wall_s": 1000.0}) + "\n"
+    )  # fmt: skip
+    out = tmp_path / "rows.jsonl"
+    done = octavo(
+        *("bench", "throughput", "tiny", "--workload", "shared_prefix", "--num-prompts", "3", "--repeat", "1"),
+        *("--output-json", str(out), "--peers", str(peers), *SMALL),
+    )
+    assert done.returncode == 0, done.stderr
+    engine, row = rows_of(out)
+    assert (engine["bench"], row["bench"], row["engine"], row["model"]) == ("engine", "shared_prefix", "octavo", "tiny")
+    assert (row["n_in"], row["n_out"], row["num_blocks"], len(row["walls"])) == (3264, 96, 1024, 1)
+    assert "other 1 (a pocket)" in done.stdout
+    assert "shared_prefix" in done.stdout
+    assert "waiting: " in done.stderr
+    assert "ready after" in done.stderr
+
+
+def test_latency() -> None:
+    done = octavo(
+        *("bench", "latency", "tiny", "--batch-size", "2", "--input-len", "32", "--output-len", "4"),
+        *("--num-iters", "2", "--no-enable-prefix-caching", *SMALL),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "latency_b2" in done.stdout
+    assert "avg_latency" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("tiny", "--workload", "gutenberg"), "workload 'gutenberg' is unknown; there are sharegpt_like, prefill"),
+        (("no-such-model",), "model 'no-such-model' is neither a folder"),
+        (("tiny", "--peers", "absent.jsonl"), "absent.jsonl cannot be read"),
+        (("tiny", "--batch", "0"), "'--batch'"),
+    ],
+)
+def test_what_cannot_be_asked_for_starts_nothing(words: tuple[str, ...], said: str) -> None:
+    done = octavo("bench", "throughput", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "waiting: " not in done.stderr
+
+
+def test_a_worker_that_cannot_start_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    done = octavo("bench", "latency", str(tmp_path), *SMALL)
+    assert done.returncode == 1
+    assert "octavo: the worker ended (exit code 2)" in done.stderr
+    assert "architecture 'NoSuchModel' is not supported" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_program_runs_what_fits_and_says_what_does_not(tmp_path: Path) -> None:
+    peers = tmp_path / "peers.jsonl"
+    slow = {"engine": "slow", "model": "tiny", "bench": "decode", "batch": 8, "prompt": 32, "out": 4, "walls": [1e6]}
+    peers.write_text(json.dumps(slow) + "\n")
+    out = tmp_path / "rows.jsonl"
+    done = run(
+        *("benchmarks/engine.py", "--rows", "decode_b1,decode_b8,prefill", "--num-prompts", "2", "--repeat", "1"),
+        *("--input-len", "32", "--output-len", "4", "--time-limit", "100", "--peers", str(peers)),
+        *("--out", str(out), "--trace", str(tmp_path / "trace"), "--commit", "abc", *SMALL),
+    )
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(out)
+    assert [row["bench"] for row in rows] == ["engine", "decode", "skipped", "prefill", "end"]
+    assert rows[2]["name"] == "decode_b8"
+    assert {row["commit"] for row in rows} == {"abc"}
+    assert "decode_b8: skipped: " in done.stderr
+    messages = rows_of(tmp_path / "trace" / "client.jsonl")
+    assert sum(m["tokens"] for m in messages if m["workload"] == "decode_b1") == 1 + 4 + 1 + 4
+    assert any("compute_us" in line for line in rows_of(tmp_path / "trace" / "plans.jsonl"))
+
+
+def test_the_program_names_an_unknown_workload() -> None:
+    done = run("benchmarks/engine.py", "--rows", "decode_b1,gutenberg")
+    assert done.returncode == 1
+    assert done.stderr.startswith("engine: workload 'gutenberg' is unknown")
