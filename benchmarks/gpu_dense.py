@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ COPY_GB_S = 4210
 ROTATE_BYTES = 300_000_000
 REPLAYS = 9
 TOKENS = (1, 8, 64, 256, 8192)
-LINEAR_TOKENS = (1, 2, 4, 8, 16, 32)
+LINEAR_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4096, 14336, 32, 8, 128, 16
 DTYPE = torch.bfloat16
 
@@ -53,7 +54,7 @@ def median_us(calls: list[Callable[[], object]]) -> float:
         for call in calls:
             call()
     graph.replay()
-    times = []
+    times: list[float] = []
     for _ in range(REPLAYS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -90,7 +91,7 @@ def norms() -> Iterator[Line]:
         num_bytes = 4 * tokens * HIDDEN * 2
         weight = random(HIDDEN)
         sets = [(random(tokens, HIDDEN), random(tokens, HIDDEN)) for _ in range(rotations(num_bytes))]
-        us = median_us([lambda x=x, r=r: rms_norm(x, weight, 1e-5, r) for x, r in sets])  # type: ignore[misc]
+        us = median_us([partial(rms_norm, x, weight, 1e-5, residual) for x, residual in sets])
         yield line("rms_norm", f"T{tokens} H{HIDDEN}", us, num_bytes)
 
 
@@ -98,7 +99,7 @@ def gates() -> Iterator[Line]:
     for tokens in TOKENS:
         num_bytes = 3 * tokens * INTERMEDIATE * 2
         sets = [random(tokens, 2 * INTERMEDIATE) for _ in range(rotations(num_bytes))]
-        us = median_us([lambda x=x: silu_and_mul(x) for x in sets])  # type: ignore[misc]
+        us = median_us([partial(silu_and_mul, x) for x in sets])
         yield line("silu_and_mul", f"T{tokens} I{INTERMEDIATE}", us, num_bytes)
 
 
@@ -114,8 +115,9 @@ def rotary_calls(tokens: int, heads: int, normed: bool, cache: torch.dtype) -> l
         caches = torch.zeros(2, blocks, KV_HEADS, BLOCK_SIZE, HEAD_SIZE, dtype=cache, device="cuda").transpose(2, 3)
         slots = torch.randperm(blocks * BLOCK_SIZE, device="cuda")[:tokens]
         positions = torch.randint(0, 16384, (tokens,), device="cuda", dtype=torch.int32)
-        args = q, k, v, positions, table, caches[0], caches[1], slots, norm, norm, 1e-6
-        calls.append(lambda args=args: rotary_and_write_kv(*args))  # type: ignore[misc]
+        calls.append(
+            partial(rotary_and_write_kv, q, k, v, positions, table, caches[0], caches[1], slots, norm, norm, 1e-6)
+        )
     return calls
 
 
@@ -138,9 +140,7 @@ def copies() -> Iterator[Line]:
         calls: list[Callable[[], object]] = []
         for _ in range(4):
             ids = torch.randperm(caches.shape[1], device="cuda")[: 2 * count]
-            calls.append(
-                lambda src=ids[:count], dst=ids[count:]: copy_blocks(caches[0], caches[1], src, dst)  # type: ignore[misc]
-            )
+            calls.append(partial(copy_blocks, caches[0], caches[1], ids[:count], ids[count:]))
         num_bytes = 4 * count * BLOCK_SIZE * KV_HEADS * HEAD_SIZE * 2
         yield line("copy_blocks", f"n{count} B{BLOCK_SIZE} nkv{KV_HEADS} d{HEAD_SIZE}", median_us(calls), num_bytes)
 
@@ -154,9 +154,9 @@ def preparations() -> Iterator[Line]:
         starts = torch.randint(500, 1500, (rows,), dtype=torch.int32, device="cuda")
         small = [torch.empty(rows, dtype=torch.int32, device="cuda") for _ in range(3)]
         wide, out = torch.empty(rows, dtype=torch.int64, device="cuda"), torch.empty_like(tables[:rows])
-        args = ids, tables, slots, starts, query_start, BLOCK_SIZE, small[0], small[1], wide, small[2], out
-        calls: list[Callable[[], object]] = [lambda args=args: prepare_inputs(*args)] * 20  # type: ignore[misc]
-        yield line("prepare_inputs", f"R{rows} decode, about 1000 tokens each", median_us(calls), rows * 600)
+        call = partial(prepare_inputs, ids, tables, slots, starts, query_start, BLOCK_SIZE, small[0], small[1], wide)
+        us = median_us([partial(call, small[2], out)] * 20)
+        yield line("prepare_inputs", f"R{rows} decode, about 1000 tokens each", us, rows * 600)
 
 
 def linears() -> Iterator[Line]:
@@ -167,46 +167,58 @@ def linears() -> Iterator[Line]:
             weights = [random(outputs, size) * size**-0.5 for _ in range(rotations(num_bytes))]
             for tokens in LINEAR_TOKENS:
                 x = random(tokens, size)
-                ours = median_us([lambda w=w: product.linear(x, w) for w in weights])  # type: ignore[misc]
-                theirs = median_us([lambda w=w: functional.linear(x, w) for w in weights])  # type: ignore[misc]
+                ours = median_us([partial(product.linear, x, weight) for weight in weights])
+                theirs = median_us([partial(functional.linear, x, weight) for weight in weights])
                 shape = f"M{tokens} N{outputs} K{size}"
                 yield line("linear", shape, ours, num_bytes, model=model, cublas_us=round(theirs, 2))
+
+
+class Decoder:
+    """The weights of a model's linear layers, random."""
+
+    def __init__(self, num_layers: int, shapes: list[tuple[int, int]], head: tuple[int, int]) -> None:
+        self.layers = [[random(n, k) * k**-0.5 for n, k in shapes] for _ in range(num_layers)]
+        self.head = random(*head) * head[1] ** -0.5
+        self.norm = random(head[1])
+        self.num_bytes = 2 * (num_layers * sum(n * k for n, k in shapes) + head[0] * head[1])
+
+    def linears(self, linear: Callable[..., Tensor], xs: dict[int, Tensor]) -> None:
+        """Multiply all weights in order, each by the input [M, K] that xs has for its K."""
+        for layer in self.layers:
+            for weight in layer:
+                linear(xs[weight.shape[1]], weight)
+        linear(xs[self.head.shape[1]], self.head)
+
+    def dense(self, linear: Callable[..., Tensor], gated: Callable[..., Tensor], x: Tensor) -> None:
+        """Run a step on x [M, H] without its attention: norms, linear layers, gates."""
+        residual = x
+        for qkv, out, gate_up, down in self.layers:
+            x, residual = rms_norm(x, self.norm, 1e-5, residual)
+            attended = linear(x, qkv)[:, : out.shape[1]]
+            x, residual = rms_norm(linear(attended, out), self.norm, 1e-5, residual)
+            x = linear(gated(x, gate_up), down)
+        linear(rms_norm(x, self.norm, 1e-5, residual)[0], self.head)
+
+
+def gated_in_two(x: Tensor, weight: Tensor) -> Tensor:
+    return silu_and_mul(functional.linear(x, weight))
 
 
 def whole_models() -> Iterator[Line]:
     """All linear layers of a model in order; then the same with norms and gates between, as a step has them."""
     for model, (num_layers, shapes, head) in MODELS.items():
-        layers = [[random(*shape) * shape[1] ** -0.5 for shape in shapes] for _ in range(num_layers)]
-        last = random(*head) * head[1] ** -0.5
-        num_bytes = 2 * (num_layers * sum(n * k for n, k in shapes) + head[0] * head[1])
-        norm = random(head[1])
+        decoder = Decoder(num_layers, shapes, head)
         for tokens in LINEAR_TOKENS:
-            xs = {size: random(tokens, size) for size in {head[1], *(k for _, k in shapes)}}
-
-            def only(linear: Callable[[Tensor, Tensor], Tensor], xs: dict[int, Tensor] = xs) -> None:
-                for layer in layers:
-                    for weight in layer:
-                        linear(xs[weight.shape[1]], weight)
-                linear(xs[head[1]], last)
-
-            def dense(linear: Callable[..., Tensor], gated: Callable[..., Tensor], xs: dict[int, Tensor] = xs) -> None:
-                x = residual = xs[head[1]]
-                for qkv, out, gate_up, down in layers:
-                    x, residual = rms_norm(x, norm, 1e-5, residual)
-                    attended = linear(x, qkv)[:, : out.shape[1]]
-                    x, residual = rms_norm(linear(attended, out), norm, 1e-5, residual)
-                    x = linear(gated(x, gate_up), down)
-                linear(rms_norm(x, norm, 1e-5, residual)[0], last)
-
-            def unfused(x: Tensor, weight: Tensor) -> Tensor:
-                return silu_and_mul(functional.linear(x, weight))
-
-            shape = f"M{tokens}"
-            ours, theirs = median_us([lambda: only(product.linear)]), median_us([lambda: only(functional.linear)])
-            yield line("all linears", shape, ours, num_bytes, model=model, cublas_us=round(theirs, 2))
-            ours = median_us([lambda: dense(product.linear, product.linear_silu_and_mul)])
-            theirs = median_us([lambda: dense(functional.linear, unfused)])
-            yield line("linears, norms, gates", shape, ours, num_bytes, model=model, cublas_us=round(theirs, 2))
+            xs = {size: random(tokens, size) for _, size in [*shapes, head]}
+            x = xs[head[1]]
+            ours = median_us([partial(decoder.linears, product.linear, xs)])
+            theirs = median_us([partial(decoder.linears, functional.linear, xs)])
+            more = {"model": model, "cublas_us": round(theirs, 2)}
+            yield line("all linears", f"M{tokens}", ours, decoder.num_bytes, **more)
+            ours = median_us([partial(decoder.dense, product.linear, product.linear_silu_and_mul, x)])
+            theirs = median_us([partial(decoder.dense, functional.linear, gated_in_two, x)])
+            more = {"model": model, "cublas_us": round(theirs, 2)}
+            yield line("linears, norms, gates", f"M{tokens}", ours, decoder.num_bytes, **more)
 
 
 PARTS = {
@@ -226,14 +238,14 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help="parts, comma-separated")
     options = parser.parse_args()
     torch.manual_seed(0)
-    lines = []
+    versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     for part in options.only.split(","):
+        lines = []
         for found in PARTS[part]():
-            lines.append(found)
+            lines.append(versions | found)
             print(json.dumps(found), flush=True)
-    if options.out:
-        versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        record(options.out, "kernels-dense", [versions | found for found in lines])
+        if options.out:
+            record(options.out, "kernels-dense", lines)
 
 
 if __name__ == "__main__":

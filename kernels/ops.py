@@ -126,18 +126,26 @@ _MODULES = {
     "reference": reference.__name__,
     "triton": "octavo.kernels.gpu",  # imported when asked for: not every platform has Triton
 }
+_BATCH_INVARIANT = {"reference": reference.__name__, "triton": "octavo.kernels.gpu.invariant"}
 
 BACKENDS = tuple(_MODULES)
 """Names of the backends."""
 
 
-def get_ops(backend: str) -> Ops:
+def get_ops(backend: str, *, batch_invariant: bool = False) -> Ops:
     """Return the operations of a backend.
 
+    Args:
+        backend: one of BACKENDS.
+        batch_invariant: whether the bits of a row must not depend on the other rows, nor on how it is cut into chunks.
+
     Raises:
-        ValueError: there is no backend of that name.
+        ValueError: there is no backend of that name, or it cannot do that.
         ImportError: the backend is "triton" and Triton is not installed.
     """
     if backend not in _MODULES:
         raise ValueError(f"unknown kernel backend {backend!r}; known: {', '.join(BACKENDS)}")
-    return cast(Ops, importlib.import_module(_MODULES[backend]))
+    if batch_invariant and backend not in _BATCH_INVARIANT:
+        raise ValueError(f"kernel backend {backend!r} is not batch-invariant; those are {', '.join(_BATCH_INVARIANT)}")
+    modules = _BATCH_INVARIANT if batch_invariant else _MODULES
+    return cast(Ops, importlib.import_module(modules[backend]))

@@ -31,6 +31,7 @@ __all__ = [
     "filter_logits",
     "first_nonfinite",
     "linear",
+    "linear_silu_and_mul",
     "logprobs",
     "paged_attention",
     "prepare_weight",
@@ -83,6 +84,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
     # The exponential and a division: torch's own silu rounds its vector remainder differently.
     activated = wide / (1.0 + torch.exp(-wide))
     return activated.to(x.dtype) * up
+
+
+def linear_silu_and_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``silu_and_mul(linear(x, weight, bias))``: x [T, K], weight [2I, K], gate first, bias [2I] -> [T, I]."""
+    return silu_and_mul(linear(x, weight, bias))
 
 
 def rotary_cos_sin(inv_freq: Tensor, max_positions: int, scaling: float = 1.0) -> Tensor:

@@ -79,7 +79,8 @@ def load(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWor
     """
     started = time.monotonic()
     chosen = _choose(config)
-    device, ops = chosen.placement.device, get_ops(chosen.backend)
+    device = chosen.placement.device
+    ops = get_ops(chosen.backend, batch_invariant=config.batch_invariant)
     _check_memory(chosen)
     model = _load_model(chosen, ops, between_tensors)
     loaded = time.monotonic()

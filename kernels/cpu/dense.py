@@ -22,7 +22,7 @@ def prepare_weight(weight: Tensor) -> Tensor:
 
 
 def _packs(dtype: torch.dtype) -> bool:
-    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    has_onednn: bool = torch.backends.mkldnn.is_available()
     if dtype is torch.bfloat16:
         return has_onednn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return has_onednn and dtype is torch.float32
@@ -50,3 +50,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """Gate; see ``octavo.kernels.reference.silu_and_mul``."""
     gate, up = x.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+def linear_silu_and_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply, then gate; see ``octavo.kernels.reference.linear_silu_and_mul``."""
+    return silu_and_mul(linear(x, weight, bias))

@@ -12,20 +12,23 @@ from torch import Tensor
 
 from octavo.kernels.gpu.sampling import GROUP, finite_or_inf, is_drawn
 from octavo.kernels.gpu.sampling_search import (
+    BUFFER,
     CAPACITY,
     MAX_VOCABULARY,
     bracket,
-    highest_reached,
     last_place,
     list_groups,
+    nearly_kth,
     ordered,
     place_of_value,
 )
 
 _GROUPS_A_PROGRAM = 32
-_TILE = 16  # groups that a pass of the search reads at a time
+_TILE = 32  # groups that are looked through at a time
+_LENGTH = 2048  # logits that a pass of the search reads at a time, twice
 _GROUP = tl.constexpr(GROUP)
 _CAPACITY = tl.constexpr(CAPACITY)
+_BUFFER = tl.constexpr(BUFFER)
 _ID_BITS = tl.constexpr(24)
 _ID_MASK = tl.constexpr(MAX_VOCABULARY - 1)
 _KEEP_ALL = tl.constexpr(-9223372036854775808)
@@ -74,6 +77,7 @@ def _row_cut(
     masses,
     listed,
     near,
+    counter,
     temperature,
     min_p,
     top_k,
@@ -82,6 +86,7 @@ def _row_cut(
     num_groups,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
+    LENGTH: tl.constexpr,
 ):
     """The place of the last id that stays, int64; ``_KEEP_ALL`` where the row has NaN, +inf or no id left."""
     groups = tl.arange(0, GROUPS)
@@ -103,10 +108,7 @@ def _row_cut(
         if has_top_k:
             if top_k <= num_groups:
                 # As many ids as there are groups at or above it are at or above a group's greatest.
-                keys = ordered(greatest).to(tl.int64)
-                is_group = (groups < num_groups).to(tl.float64)
-                start = tl.minimum(lo, end * 0 + _MASKED_KEY)
-                kth = highest_reached(keys, is_group, start, end, total * 0.0, top_k.to(tl.float64))
+                kth = nearly_kth(ordered(greatest), groups, num_groups, top_k.to(tl.int32), end, scale)
                 lo = tl.maximum(lo, kth)
         else:
             if cut == everything:
@@ -125,12 +127,12 @@ def _row_cut(
             target = top_k.to(tl.float64)
             guess = tl.where(top_k <= num_groups, num_listed, _CAPACITY + 1)
             lo, hi, above, number, target = bracket(
-                row_logits, listed, num_listed, vocabulary, cut, near, lo, end, guess, target, target, top, scale,
-                True, TILE,
+                row_logits, listed, num_listed, vocabulary, cut, near, counter, lo, end, guess, target, target, top, scale,
+                True, TILE, LENGTH,
             )  # fmt: skip
             place = last_place(
                 row_logits, vocabulary, cut, near, lo, hi, above, number, target, target, top, temperature,
-                True, TILE * _GROUP,
+                True, LENGTH,
             )  # fmt: skip
             is_complete = (hi == end) & (number <= _CAPACITY)
             cut = tl.maximum(cut, place)
@@ -143,12 +145,12 @@ def _row_cut(
             if not is_complete:
                 guess = num_listed * _IDS_A_GROUP
                 lo, hi, above, number, target = bracket(
-                    row_logits, listed, num_listed, vocabulary, cut, near, lo, end, guess, target, share, top, scale,
-                    False, TILE,
+                    row_logits, listed, num_listed, vocabulary, cut, near, counter, lo, end, guess, target, share, top, scale,
+                    False, TILE, LENGTH,
                 )  # fmt: skip
             place = last_place(
                 row_logits, vocabulary, cut, near, lo, hi, above, number, target, share, top, temperature,
-                False, TILE * _GROUP,
+                False, LENGTH,
             )  # fmt: skip
             cut = tl.maximum(cut, place)
     return cut
@@ -162,6 +164,7 @@ def _cut_kernel(
     cuts,
     listed,
     near,
+    counters,
     temperature,
     min_p,
     top_k,
@@ -171,6 +174,7 @@ def _cut_kernel(
     num_groups,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
+    LENGTH: tl.constexpr,
 ):
     """One program a row; ``GROUPS`` is the number of groups, rounded up to a power of two."""
     row = tl.program_id(0).to(tl.int64)
@@ -183,7 +187,8 @@ def _cut_kernel(
             maxima + row * num_groups,
             masses + row * num_groups,
             listed + row * num_groups,
-            near + row * _CAPACITY,
+            near + row * _BUFFER,
+            counters + row,
             row_temperature,
             row_min_p,
             row_top_k,
@@ -192,6 +197,7 @@ def _cut_kernel(
             num_groups,
             GROUPS,
             TILE,
+            LENGTH,
         )
     tl.store(cuts + row, cut)
 
@@ -241,7 +247,8 @@ def filter_logits(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Ten
     maxima, masses = torch.empty(2, rows, num_groups, dtype=torch.float32, device=device)
     listed = torch.empty(rows, num_groups, dtype=torch.int32, device=device)
     cuts = torch.empty(rows, dtype=torch.int64, device=device)
-    near = torch.empty(rows, CAPACITY, dtype=torch.int64, device=device)
+    near = torch.empty(rows, BUFFER, dtype=torch.int64, device=device)
+    counters = torch.empty(rows, dtype=torch.int32, device=device)
     parameters = (temperature, min_p, top_k, top_p, logits.stride(0), vocabulary, num_groups)
     chunks = (rows, triton.cdiv(num_groups, _GROUPS_A_PROGRAM))
     _group_stats_kernel[chunks](logits, maxima, masses, *parameters, GROUPS=_GROUPS_A_PROGRAM, num_warps=8)
@@ -252,10 +259,12 @@ def filter_logits(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Ten
         cuts,
         listed,
         near,
+        counters,
         *parameters,
         GROUPS=triton.next_power_of_2(num_groups),
         TILE=_TILE,
-        num_warps=8,
+        LENGTH=_LENGTH,
+        num_warps=16,
     )
     _mask_kernel[chunks](
         logits, maxima, cuts, logits.stride(0), vocabulary, num_groups, GROUPS=_GROUPS_A_PROGRAM, num_warps=8

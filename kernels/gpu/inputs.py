@@ -10,8 +10,28 @@ _CHUNK = 1024
 _SCATTER = 256
 """Cells or tokens that one program of a scatter handles."""
 
+# What differs from step to step must not be compiled in: columns are cut out of one that was sent as a whole.
+_SHAPES = ["num_rows", "num_tokens", "block_tables_stride", "num_cells", "count"]
+_COLUMNS = [
+    "rows",
+    "starts",
+    "query_start",
+    "cells",
+    "slots",
+    "bounds",
+    "flat",
+    "places",
+    "tokens",
+    "src",
+    "dst",
+    "block_tables",
+]
 
-@triton.jit
+
+@triton.jit(
+    do_not_specialize=_SHAPES,
+    do_not_specialize_on_alignment=_COLUMNS,
+)
 def _prepare_inputs_kernel(
     ids,
     tables,
@@ -106,7 +126,10 @@ def prepare_inputs(
     )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=_SHAPES,
+    do_not_specialize_on_alignment=_COLUMNS,
+)
 def _write_cells_kernel(tables, cells, num_cells, tables_stride, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < num_cells
@@ -124,7 +147,10 @@ def write_cells(tables: Tensor, cells: Tensor) -> None:
         _write_cells_kernel[grid](tables, cells, count, tables.stride(0), BLOCK=_SCATTER, num_warps=4)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=_SHAPES,
+    do_not_specialize_on_alignment=_COLUMNS,
+)
 def _write_ids_kernel(ids, slots, starts, bounds, flat, ids_stride, CHUNK: tl.constexpr):
     """Program (k, j) writes the chunks j, j + J, ... of line k, J programs to a line."""
     line = tl.program_id(0)
@@ -147,7 +173,10 @@ def write_ids(ids: Tensor, slots: Tensor, starts: Tensor, bounds: Tensor, flat: 
         _write_ids_kernel[grid](ids, slots, starts, bounds, flat, ids.stride(0), CHUNK=_CHUNK, num_warps=4)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=_SHAPES,
+    do_not_specialize_on_alignment=_COLUMNS,
+)
 def _store_tokens_kernel(ids, rows, places, tokens, count, ids_stride, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
@@ -165,7 +194,10 @@ def store_tokens(ids: Tensor, rows: Tensor, places: Tensor, tokens: Tensor) -> N
         _store_tokens_kernel[grid](ids, rows, places, tokens, count, ids.stride(0), BLOCK=_SCATTER, num_warps=4)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=_SHAPES,
+    do_not_specialize_on_alignment=_COLUMNS,
+)
 def _copy_rows_kernel(ids, tables, src, dst, ids_width, tables_width, ids_stride, tables_stride, CHUNK: tl.constexpr):
     """Program (f, j) copies chunk j of line f of the ids, or of the table where j lies behind them."""
     source = tl.load(src + tl.program_id(0)).to(tl.int64)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096
+_BLOCK = 1024
 
 
 @triton.jit
@@ -81,6 +81,6 @@ def apply_penalties(
         output_counts.stride(0),
         vocabulary,
         BLOCK=_BLOCK,
-        num_warps=8,
+        num_warps=4,
         enable_fp_fusion=False,
     )

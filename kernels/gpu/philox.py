@@ -69,5 +69,5 @@ def near_gumbel_bits(words):
     """
     is_low = words < 429496730
     part = (tl.where(is_low, words, words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.0**-32
-    noise = tl.where(is_low, (part * 0.5 * part + part) * 1.4426950408889634, -_fast_log2(part))
+    noise = tl.where(is_low, part * 0.5 * part + part, _fast_log2(part) * -0.6931471805599453)
     return -_fast_log2(noise)

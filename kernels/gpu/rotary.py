@@ -11,7 +11,9 @@ from octavo.kernels.reference import FLOAT8_MAX, rotary_cos_sin
 __all__ = ["rotary_and_write_kv", "rotary_cos_sin"]
 
 _TILE = 1024
-"""Elements of the heads that one program takes, about."""
+"""Elements of the heads that one program takes, about; half of them where the tokens are few."""
+
+_FEW_TOKENS = 64
 
 
 @triton.jit
@@ -191,7 +193,8 @@ def rotary_and_write_kv(
     q, k, v = _side_by_side(q), _side_by_side(k), _side_by_side(v)
     rotated = cos_sin.shape[-1]
     padded = triton.next_power_of_2(head_size)
-    heads = min(max(1, _TILE // padded), triton.next_power_of_2(num_heads))
+    tile = _TILE // 2 if num_tokens <= _FEW_TOKENS else _TILE
+    heads = min(max(1, tile // padded), triton.next_power_of_2(num_heads))
     overlap = overlaps(q)
     grid = (num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
     _rotary_kernel[grid](

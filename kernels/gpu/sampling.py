@@ -22,7 +22,9 @@ _GREEDY_BELOW = tl.constexpr(1e-5)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LARGEST = tl.constexpr(3e38)
 _MARGIN = tl.constexpr(4 * NEAR_NOISE_ERROR)  # twice the error is needed
-_RELATIVE_MARGIN = tl.constexpr(2.0**-19)  # of the best: covers the rounding of logit / temperature * log2(e) four times
+_RELATIVE_MARGIN = tl.constexpr(
+    2.0**-19
+)  # of the best: covers the rounding of logit / temperature * log2(e) four times
 
 
 @triton.jit
@@ -55,7 +57,7 @@ def _near_greatest(row_logits, groups, vocabulary, temperature, position, choice
     return tl.where(is_finite, best, greatest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "seeds", "choice_index", "positions"])
 def group_maxima_kernel(
     logits,
     maxima,
@@ -108,7 +110,7 @@ def _exact_winner(row_logits, maxima, best, groups, vocabulary, temperature, pos
     return winner
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "seeds", "choice_index", "positions"])
 def _pick_kernel(
     logits,
     maxima,

@@ -6,7 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
-_PAIRS = 128
+_PAIRS = 128  # that are looked through at a time
+_PAIRS_A_PROGRAM = 16
+_OTHERS = tl.constexpr(_PAIRS)
 
 
 @triton.jit
@@ -36,14 +38,14 @@ def _bias_kernel(logits, rows, ids, values, logits_stride, num_pairs, PAIRS: tl.
     num_before = tl.zeros([PAIRS], tl.int32)
     first = tl.program_id(0) * 0
     while first < num_pairs:
-        other = first + tl.arange(0, PAIRS)
+        other = first + tl.arange(0, _OTHERS)
         exists = other < num_pairs
         other_row, other_id = tl.load(rows + other, mask=exists, other=-2), tl.load(ids + other, mask=exists, other=-2)
         value = tl.load(values + other, mask=exists, other=0.0)
         is_same = (my_row[:, None] == other_row[None, :]) & (my_id[:, None] == other_id[None, :])
         total += tl.sum(tl.where(is_same, value[None, :], 0.0), axis=1)
         num_before += tl.sum((is_same & (other[None, :] < mine[:, None])).to(tl.int32), axis=1)
-        first += PAIRS
+        first += _OTHERS
     is_first = inside & (num_before == 0)
     place = logits + my_row.to(tl.int64) * logits_stride + my_id
     tl.store(place, tl.load(place, mask=is_first, other=0.0) + total, mask=is_first)
@@ -84,6 +86,6 @@ def apply_logit_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) 
     num_pairs = rows.numel()
     if num_pairs == 0:
         return
-    _bias_kernel[(triton.cdiv(num_pairs, _PAIRS),)](
-        logits, rows, ids, values, logits.stride(0), num_pairs, PAIRS=_PAIRS, num_warps=8
+    _bias_kernel[(triton.cdiv(num_pairs, _PAIRS_A_PROGRAM),)](
+        logits, rows, ids, values, logits.stride(0), num_pairs, PAIRS=_PAIRS_A_PROGRAM, num_warps=4
     )

@@ -1,13 +1,16 @@
 """Matrix product, norm, gate, rotary embedding and block copy, against formulas and transformers."""
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from octavo.kernels import reference
-from octavo.kernels.ops import BACKENDS, get_ops
+from octavo.kernels.ops import get_ops
 
+BACKENDS = ["cpu", "reference"]  # the Triton kernels have tests of their own, on the device's tensors
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -27,6 +30,16 @@ def test_product_is_that_of_the_formula(
     prepared = ops.prepare_weight(weight)
     torch.testing.assert_close(ops.linear(x, prepared).double(), expected, rtol=bound, atol=bound)
     torch.testing.assert_close(ops.linear(x, prepared, bias).double(), expected + bias.double(), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gated_product_is_the_product_then_the_gate(backend: str) -> None:
+    torch.manual_seed(0)
+    ops = importlib.import_module(f"octavo.kernels.{backend}")
+    x, weight, bias = torch.randn(3, 40), torch.randn(26, 40), torch.randn(26)
+    gate, up = (x @ weight.T + bias).chunk(2, -1)
+    got = ops.linear_silu_and_mul(x, ops.prepare_weight(weight), bias)
+    torch.testing.assert_close(got, gate * gate.sigmoid() * up)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

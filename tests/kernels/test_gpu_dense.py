@@ -9,6 +9,15 @@ from octavo.kernels import reference
 pytest.importorskip("triton")
 from octavo.kernels.gpu.activation import silu_and_mul
 from octavo.kernels.gpu.copy import copy_blocks
+from octavo.kernels.gpu.linear import (
+    TILE_TOKENS,
+    StreamShape,
+    TileShape,
+    linear,
+    linear_silu_and_mul,
+    stream_product,
+    tile_product,
+)
 from octavo.kernels.gpu.norm import rms_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -107,3 +116,101 @@ def test_blocks_behind_2_to_the_31_elements_are_copied() -> None:
     assert (caches[:, blocks - 2] == 1.5).all()
     assert (caches[:, 7] == 2.5).all()
     assert (caches[:, blocks - 3] == 0).all()
+
+
+def relative_error(got: Tensor, exact: Tensor) -> float:
+    assert not got.isnan().any()
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+    """Return the product in float64; where gated, gate and up are rounded to x's dtype as separate kernels would."""
+    out = x.double() @ weight.double().T
+    out = out if bias is None else out + bias.double()
+    if not gated:
+        return out
+    gate, up = out.to(x.dtype).double().chunk(2, -1)
+    return gate * gate.sigmoid() * up
+
+
+PRODUCT_BOUND = 0.02 if DEVICE == "cpu" else 0.005  # the interpreter cuts off where it should round
+
+
+@pytest.mark.parametrize(("with_bias", "gated"), [(False, False), (True, True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("outputs", "size"), [(70, 1024), (38, 1000), (2, 64), (64, 2048)])
+def test_streamed_products_are_exact(outputs: int, size: int, dtype: torch.dtype, with_bias: bool, gated: bool) -> None:
+    torch.manual_seed(4)
+    weight = random(outputs, size, dtype=dtype, scale=size**-0.5)
+    bias = random(outputs, dtype=dtype) if with_bias else None
+    for tokens in (1, 2):
+        x = random(tokens, size + 8, dtype=dtype)[:, :size]
+        got = stream_product(x, weight, bias, StreamShape(4, 512, 2), gated=gated)
+        assert got.shape == (tokens, outputs // 2 if gated else outputs)
+        assert relative_error(got, exact_product(x, weight, bias, gated)) < PRODUCT_BOUND
+
+
+@pytest.mark.parametrize(("with_bias", "gated"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("outputs", "size"), [(140, 1024), (38, 1000), (2, 64)])
+def test_tiled_products_are_exact(outputs: int, size: int, with_bias: bool, gated: bool) -> None:
+    torch.manual_seed(5)
+    # The interpreter multiplies bfloat16 tiles wrongly.
+    for dtype in [torch.float16] if DEVICE == "cpu" else [torch.bfloat16, torch.float16]:
+        weight = random(outputs, size, dtype=dtype, scale=size**-0.5)
+        bias = random(outputs, dtype=dtype) if with_bias else None
+        for tokens in (1, 9, 16, 17):
+            x = random(tokens, size + 8, dtype=dtype)[:, :size]
+            got = tile_product(x, weight, bias, TileShape(32 if gated else 64, 128, 3), gated=gated)
+            assert got.shape == (tokens, outputs // 2 if gated else outputs)
+            assert relative_error(got, exact_product(x, weight, bias, gated)) < PRODUCT_BOUND
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 16, 31, TILE_TOKENS, TILE_TOKENS + 1])
+@pytest.mark.parametrize(("outputs", "size"), [(258, 576), (1024, 4096), (65536, 4096), (34, 7)])
+def test_any_product_is_that_of_the_formula(outputs: int, size: int, tokens: int, dtype: torch.dtype) -> None:
+    if DEVICE == "cpu":
+        outputs = min(outputs, 66)
+    torch.manual_seed(6)
+    weight = random(outputs, size, dtype=dtype, scale=size**-0.5)
+    bias = random(outputs, dtype=dtype) if outputs == 258 else None
+    wide = random(tokens, size + 1, dtype=dtype)
+    bound = max(1e-4, BOUNDS[dtype])
+    for x in (wide[:, :size], wide[:, 1:], wide[:, :size].contiguous()):
+        exact = exact_product(x, weight, bias, gated=False)
+        torch.testing.assert_close(linear(x, weight, bias).double(), exact, rtol=bound, atol=bound)
+        exact = exact_product(x, weight, bias, gated=True)
+        torch.testing.assert_close(linear_silu_and_mul(x, weight, bias).double(), exact, rtol=0.04, atol=0.04)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs kernels that overlap")
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16, 40])
+def test_overlapping_kernels_see_what_the_ones_before_wrote(tokens: int) -> None:
+    """A long chain in which each kernel's start hides behind the one before gives, bit for bit, what slow steps give."""
+    torch.manual_seed(7)
+    first = [random(3072, 1024, dtype=torch.bfloat16, scale=0.03) for _ in range(12)]
+    second = [random(1024, 1536, dtype=torch.bfloat16, scale=0.03) for _ in range(12)]
+    norm, start = random(1024, dtype=torch.bfloat16), random(tokens, 1024, dtype=torch.bfloat16)
+
+    def chain(wait: bool) -> Tensor:
+        x = residual = start
+        for gate_up, down in zip(first, second, strict=True):
+            x, residual = rms_norm(x, norm, 1e-5, residual)
+            if wait:
+                torch.cuda.synchronize()
+            x = linear_silu_and_mul(x, gate_up)
+            if wait:
+                torch.cuda.synchronize()
+            x = linear(x, down)
+            if wait:
+                torch.cuda.synchronize()
+        return x
+
+    expected = chain(wait=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(wait=False)
+    for _ in range(50):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)

@@ -7,11 +7,16 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import sampling as reference
+from octavo.kernels.philox import noise_words, words_to_noise
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
 from octavo.kernels.gpu.filters import filter_logits
 from octavo.kernels.gpu.logprobs import logprobs
 from octavo.kernels.gpu.penalties import apply_penalties
+from octavo.kernels.gpu.philox import NEAR_NOISE_ERROR, gumbel, near_gumbel_bits, words_of_ids
 from octavo.kernels.gpu.sampling import first_nonfinite, sample
 from octavo.kernels.gpu.sampling_masks import apply_allowed, apply_logit_bias
 
@@ -23,6 +28,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 # The interpreter computes with numpy, which warns where floating point overflows or meets infinities.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
 
 
 def padded(logits: Tensor) -> Tensor:
@@ -107,13 +117,36 @@ def test_scores_beyond_float32_are_compared_exactly() -> None:
 
 def test_drawing_follows_the_distribution() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
-    count = 20_000 if ON_GPU else 150
+    count = 20_000 if ON_GPU else 100
     logits = (probabilities.log() * 0.5).repeat(count, 1)
     zeros = torch.zeros(count, dtype=torch.int64)
     drawn = torch.tensor(draw(padded(logits), (torch.full((count,), 0.5), torch.arange(count), zeros, zeros)))
     expected = probabilities * count
     chi_square = float(((drawn.bincount(minlength=5) - expected) ** 2 / expected).sum())
     assert chi_square < 18.5  # 99.9 % quantile of 4 degrees of freedom
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def noise_kernel(words, exact, near, drawn, position, choice, seed, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(words + place).to(tl.uint32)
+    tl.store(exact + place, gumbel(word))
+    tl.store(near + place, near_gumbel_bits(word))
+    ids = words_of_ids(place, tl.load(position), tl.load(choice), tl.load(seed))
+    tl.store(drawn + place, ids.to(tl.int64))
+
+
+def test_noise_is_that_of_the_reference_and_near_noise_within_its_bound() -> None:
+    ends = torch.arange(1024)
+    words = torch.cat((ends, 2**32 - 1 - ends, 429496730 - 512 + ends, torch.randint(0, 2**32, (5120,)))).to(DEVICE)
+    exact, near = words.double(), words.float()
+    drawn = torch.zeros_like(words)
+    settings = [torch.tensor([x], device=DEVICE) for x in (2**31 - 1, 3, -(2**62) + 12345)]
+    noise_kernel[(8,)](words, exact, near, drawn, *settings, BLOCK=1024)
+    expected = -words_to_noise(words.cpu()).log()
+    torch.testing.assert_close(exact.cpu(), expected, rtol=1e-13, atol=1e-15)
+    assert float((near.cpu().double() - expected / math.log(2)).abs().max()) < NEAR_NOISE_ERROR
+    assert torch.equal(drawn.cpu(), noise_words(-(2**62) + 12345, 3, 2**31 - 1, torch.arange(2048)).flatten())
 
 
 def test_no_rows_and_columns_apart() -> None:
@@ -123,10 +156,10 @@ def test_no_rows_and_columns_apart() -> None:
         sample(torch.randn(2, 8, device=DEVICE)[:, ::2], *(x.to(DEVICE) for x in parameters(2, [1.0])))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.skipif(not ON_GPU, reason="a graph is captured on a CUDA device")
 def test_everything_is_captured_in_a_graph_and_nothing_synchronises() -> None:
     rows, vocabulary = 5, 50_000
-    torch.manual_seed(0)
     logits = torch.randn(rows, vocabulary) * 3
     temperature, seeds, choices, positions = parameters(rows, [1.0, 0.0, 0.7])
     filters = (torch.tensor([0.0, 0, 0.01, 0, 0]), torch.tensor([50, 3, 0, 0, 0]), torch.tensor([0.9, 0.5, 1, 0.8, 1]))
@@ -138,8 +171,7 @@ def test_everything_is_captured_in_a_graph_and_nothing_synchronises() -> None:
     def step(ops: object, to: str) -> tuple[Tensor, ...]:
         place = logits.to(to, copy=True)
         arguments = [
-            [x.to(to) for x in part]
-            for part in (pairs, biases, (*penalties, *factors), (temperature, *filters))
+            [x.to(to) for x in part] for part in (pairs, biases, (*penalties, *factors), (temperature, *filters))
         ]
         draws = [x.to(to) for x in (temperature, seeds, choices, positions)]
 

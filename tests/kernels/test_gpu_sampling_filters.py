@@ -37,6 +37,11 @@ SETTINGS = [
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
 def columns(settings: list[tuple[float, float, int, float]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     temperature, min_p, top_k, top_p = zip(*settings, strict=True)
     return torch.tensor(temperature), torch.tensor(min_p), torch.tensor(top_k), torch.tensor(top_p)
@@ -136,6 +141,6 @@ def test_extreme_logits_end() -> None:
 
 def test_wrong_logits_are_refused() -> None:
     off = [x.to(DEVICE) for x in columns([(1.0, 0.0, 0, 1.0)])]
-    for logits in (torch.randn(1, 8).bfloat16(), torch.randn(1, 16)[:, ::2]):
+    for logits in (torch.randn(1, 8, device=DEVICE).bfloat16(), torch.randn(1, 16, device=DEVICE)[:, ::2]):
         with pytest.raises(ValueError, match="fp32"):
-            filter_logits(logits.to(DEVICE), *off)
+            filter_logits(logits, *off)

@@ -23,6 +23,11 @@ VOCABULARIES = [1, 5, 97, 4097] + ([128256] if ON_GPU else [])
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
 def compare(
     logits: Tensor, ours: Callable[..., None], theirs: Callable[..., None], *arguments: Tensor, bound: float = 0.0
 ) -> None:

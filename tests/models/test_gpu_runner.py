@@ -48,16 +48,18 @@ def expected_by(folder: Path) -> EagerRunner:
     return runner
 
 
-@pytest.fixture(scope="module")
-def loaded(folder: Path) -> GpuRunner:
-    runner = load_worker(folder, backend="triton", device=DEVICE, dtype="float32").runner
+@pytest.fixture(scope="module", params=["eager", "captured"])
+def loaded(folder: Path, request: pytest.FixtureRequest) -> GpuRunner:
+    eager = request.param == "eager"
+    runner = load_worker(folder, backend="triton", device=DEVICE, dtype="float32", enforce_eager=eager).runner
     assert isinstance(runner, GpuRunner)
     return runner
 
 
 @pytest.fixture
-def runner(loaded: GpuRunner) -> GpuRunner:
+def runner(loaded: GpuRunner, expected_by: EagerRunner) -> GpuRunner:
     loaded.clear()
+    expected_by.clear()
     return loaded
 
 
@@ -115,7 +117,6 @@ def test_any_mix_of_rows_draws_what_the_reference_draws(
     runner: GpuRunner, expected_by: EagerRunner, seed: int
 ) -> None:
     plans = mixed_plans(seed, 14 if not CUDA else 60)
-    expected_by.clear()
     expected = [expected_by.execute(plan) for plan in plans]
     for step, (ours, theirs) in enumerate(zip(run_ahead(runner, plans, 3), expected, strict=True)):
         assert list(unpack_ints(ours.row)) == list(unpack_ints(theirs.row)), step
@@ -137,7 +138,6 @@ def test_a_row_that_begins_with_cached_blocks_reads_them(runner: GpuRunner, expe
         driver.begin(2, prompt, num_cached=8, cached_from=driver.rows[0])
         return [first, driver.plan({0: 1, 1: 1, 2: 5}), driver.plan({0: 1, 1: 1, 2: 1})]
 
-    expected_by.clear()
     assert [tokens_of(r) for r in run_ahead(runner, plans(), 2)] == [
         tokens_of(expected_by.execute(plan)) for plan in plans()
     ]

@@ -8,7 +8,7 @@ from octavo.wire.columns import pack_floats, pack_ints
 from octavo.wire.plan import RowSampling
 from octavo.worker.runner import EagerRunner
 from tests.support.plan_driver import PlanDriver, generate, logprob_bits, tokens_of
-from tests.support.tiny_models import TINY_LLAMA, load_worker, write_model
+from tests.support.tiny_models import TINY_LLAMA, load_eager, write_model
 
 NUM_OUTPUT = 12
 CONFIG = TINY_LLAMA | {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, "head_dim": 16}
@@ -35,7 +35,7 @@ def sampling_of(row: int) -> RowSampling:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> EagerRunner:
-    return load_worker(write_model(tmp_path_factory.mktemp("model"), CONFIG)).runner
+    return load_eager(write_model(tmp_path_factory.mktemp("model"), CONFIG))
 
 
 @pytest.fixture

@@ -12,18 +12,18 @@ import torch
 from tokenizers import Tokenizer
 
 from octavo.wire.plan import RowSampling
-from octavo.worker.loading import LoadedWorker
+from octavo.worker.runner import EagerRunner
 from tests.models.test_parity_tiny import logits_of
 from tests.support.plan_driver import PlanDriver, generate, logprob_bits, tokens_of
-from tests.support.tiny_models import load_worker
+from tests.support.tiny_models import load_eager
 
 NUM_PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 20, 64, 64
 TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
 @pytest.fixture(scope="module")
-def loaded(demo_model: Path) -> LoadedWorker:
-    return load_worker(
+def runner(demo_model: Path) -> EagerRunner:
+    return load_eager(
         demo_model,
         block_size=16,
         max_num_seqs=NUM_PROMPTS,
@@ -41,18 +41,18 @@ def prompts(demo_model: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def generated(loaded: LoadedWorker, prompts: list[list[int]]) -> list[list[int]]:
+def generated(runner: EagerRunner, prompts: list[list[int]]) -> list[list[int]]:
     """Greedy outputs of all prompts, which run together."""
-    loaded.runner.clear()
-    driver = PlanDriver.of(loaded.runner)
+    runner.clear()
+    driver = PlanDriver.of(runner)
     for row, prompt in enumerate(prompts):
         driver.begin(row, prompt)
     outputs: list[list[int]] = [[] for _ in prompts]
     for step in range(OUTPUT_TOKENS):
-        result = loaded.runner.execute(driver.plan(dict.fromkeys(range(NUM_PROMPTS), 1 if step else PROMPT_TOKENS)))
+        result = runner.execute(driver.plan(dict.fromkeys(range(NUM_PROMPTS), 1 if step else PROMPT_TOKENS)))
         for row, token in tokens_of(result).items():
             outputs[row].append(token)
-    loaded.runner.clear()
+    runner.clear()
     return outputs
 
 
@@ -65,9 +65,8 @@ def theirs(demo_model: Path) -> Any:
 
 
 def test_greedy_ids_and_logits_agree(
-    loaded: LoadedWorker, prompts: list[list[int]], generated: list[list[int]], theirs: Any
+    runner: EagerRunner, prompts: list[list[int]], generated: list[list[int]], theirs: Any
 ) -> None:
-    runner = loaded.runner
     for prompt, output in zip(prompts, generated, strict=True):
         ids = [*prompt, *output]
         with torch.inference_mode():
@@ -77,9 +76,8 @@ def test_greedy_ids_and_logits_agree(
         assert (ours - expected).abs().max() < 1e-3
 
 
-def test_solo_runs_are_the_same_bits(loaded: LoadedWorker, prompts: list[list[int]]) -> None:
+def test_solo_runs_are_the_same_bits(runner: EagerRunner, prompts: list[list[int]]) -> None:
     sampling = [RowSampling(seed=row, temperature=(0.0, 1.0)[row % 2], top_p=0.9, logprobs=5) for row in range(4)]
-    runner = loaded.runner
     runner.clear()
     driver = PlanDriver.of(runner)
     ids: dict[int, list[int]] = {row: [] for row in range(4)}

@@ -11,7 +11,7 @@ from octavo.wire.plan import FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, RowSamp
 from octavo.worker.models.decoder import Batch, Decoder, KVCache
 from octavo.worker.runner import EagerRunner
 from tests.support.plan_driver import PlanDriver, faults_of, generate, logprob_bits, tokens_of
-from tests.support.tiny_models import TINY_LLAMA, load_worker, write_model
+from tests.support.tiny_models import TINY_LLAMA, load_eager, write_model
 
 CONFIG = TINY_LLAMA | {"tie_word_embeddings": False}
 PREFIX = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]  # three blocks
@@ -54,7 +54,7 @@ class Outputs:
 
 
 def load(folder_factory: pytest.TempPathFactory, backend: str) -> EagerRunner:
-    return load_worker(write_model(folder_factory.mktemp("model"), CONFIG), backend=backend).runner
+    return load_eager(write_model(folder_factory.mktemp("model"), CONFIG), backend=backend)
 
 
 @pytest.fixture(scope="module")

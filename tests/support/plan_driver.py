@@ -56,6 +56,17 @@ class PlanDriver:
         limits = runner.rows.limits
         return cls(limits.block_size, limits.num_blocks, seed=seed)
 
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that the next plan can give out."""
+        return len(self._free)
+
+    def num_blocks_for(self, row: int, count: int) -> int:
+        """Return how many blocks the next plan takes to compute so many tokens of a live row, at most."""
+        state = self.rows[row]
+        copies = state.num_computed % self._block_size > 0 and self._num_holders[state.table[-1]] > 1
+        return -(-(state.num_computed + count) // self._block_size) - len(state.table) + copies
+
     def begin(
         self,
         row: int,

@@ -9,8 +9,8 @@ import torch
 from octavo.wire.columns import pack_floats, pack_ints
 from octavo.wire.plan import FLAG_SAMPLE, NewRow, RowSampling, StepPlan
 from octavo.worker.errors import PlanError
-from octavo.worker.models.decoder import Batch
 from octavo.worker.mirror import RowLimits
+from octavo.worker.models.decoder import Batch
 from octavo.worker.rows import Rows
 
 LIMITS = RowLimits(
@@ -82,6 +82,7 @@ def test_a_mixed_batch_is_laid_out_row_by_row(rows: Rows) -> None:
     assert batch.seq_lens.tolist() == [3, 6]
     assert batch.block_tables[1].tolist() == [7, 3]
     assert batch.block_tables[0, 0].item() == 5
+    assert batch.logits_index is not None
     assert batch.logits_index.tolist() == [3]
 
 

@@ -12,7 +12,7 @@ from octavo.worker.errors import PlanError
 from octavo.worker.models.decoder import Batch, Decoder, KVCache
 from octavo.worker.runner import EagerRunner
 from tests.support.plan_driver import GREEDY, PlanDriver, faults_of, generate, logprob_bits, tokens_of
-from tests.support.tiny_models import TINY_LLAMA, load_worker, random_tensors, write_model
+from tests.support.tiny_models import TINY_LLAMA, load_eager, random_tensors, write_model
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32]
 OTHER = [27, 18, 28]
@@ -21,9 +21,7 @@ OTHER = [27, 18, 28]
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> EagerRunner:
     # Untied: a tied head of random weights only repeats the last id.
-    return load_worker(
-        write_model(tmp_path_factory.mktemp("model"), TINY_LLAMA | {"tie_word_embeddings": False})
-    ).runner
+    return load_eager(write_model(tmp_path_factory.mktemp("model"), TINY_LLAMA | {"tie_word_embeddings": False}))
 
 
 @pytest.fixture
@@ -164,7 +162,7 @@ def test_a_row_without_candidates_faults_alone(runner: EagerRunner) -> None:
 def test_poisoned_weights_fault_every_row(tmp_path: Path) -> None:
     tensors = random_tensors(TINY_LLAMA)
     tensors["model.layers.0.mlp.down_proj.weight"][3, 3] = float("nan")
-    runner = load_worker(write_model(tmp_path, tensors=tensors)).runner
+    runner = load_eager(write_model(tmp_path, tensors=tensors))
     driver = PlanDriver.of(runner)
     driver.begin(0, PROMPT)
     assert faults_of(runner.execute(driver.plan({0: 9}))) == {0: FAULT_NONFINITE_LOGITS}
@@ -176,7 +174,7 @@ def test_ids_behind_the_tokenizer_are_never_drawn(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(50)}, unk_token="0"))
     tokenizer.save(str(folder / "tokenizer.json"))
-    runner = load_worker(folder).runner
+    runner = load_eager(folder)
     bias = RowSampling(seed=0, logit_bias_ids=pack_ints([60]), logit_bias_values=b"\0\0\xc8\x42")  # 100.0
     ids, _ = generate(runner, [*PROMPT[:3], 90], 20, bias)
     assert max(ids) < 50

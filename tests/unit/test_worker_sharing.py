@@ -122,6 +122,7 @@ def test_each_fork_takes_the_logits_of_its_source(rows: Rows) -> None:
     assert planned.sampling_rows == [1, 0, 2, 3]
     assert planned.logits_of is not None
     assert planned.logits_of.tolist() == [0, 1, 1, 0]
+    assert planned.batch.logits_index is not None
     assert planned.batch.logits_index.tolist() == [1, 2]
 
 

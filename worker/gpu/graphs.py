@@ -7,8 +7,7 @@ padding. All graphs read one column of int32, which the host sends before the re
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +27,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Captured:
-    """The graphs of one shape. They share memory: what one left is gone when the next is replayed."""
+    """The replays of one shape. They share memory: what one left is gone when the next is called."""
 
-    whole: torch.cuda.CUDAGraph  # draws by the temperature alone
-    tokens: Tensor  # [lines] int64: what it drew
-    forward: torch.cuda.CUDAGraph  # ends with the logits, for rows that want more
+    whole: Callable[[], Tensor]  # draws by the temperature alone: [lines] int64
+    forward: Callable[[], Tensor]  # leaves the logits, [lines, vocab], for rows that want more
 
 
 class StepGraphs:
@@ -57,27 +55,27 @@ class StepGraphs:
         self._column = torch.empty(0, dtype=torch.int32, device=device)
         self._logits = torch.empty(0, device=device)  # [max_num_seqs, vocab]: what the forward graphs leave
 
-    def capture(self, stream: torch.cuda.Stream) -> None:
-        """Capture every shape, the greatest first; the current stream must be the given one."""
+    def capture(self, stream: torch.cuda.Stream | None) -> None:
+        """Capture every shape, the greatest first.
+
+        Args:
+            stream: the current one; None on the CPU, where a step runs anew instead of being replayed.
+        """
         started = time.monotonic()
         shapes = self._decodes + self._mixed
         longest = max(sum(shape.sizes) for shape in shapes)
         self._column = torch.zeros(longest, dtype=torch.int32, device=self._device)
         self._logits = self._model.empty_logits(self._limits.max_num_seqs)
         memory = _BatchMemory(shapes, self._limits, self._device)
-        pool = torch.cuda.graph_pool_handle()
+        record = _Recorder(stream)
         for shape in sorted(shapes, reverse=True):
             batch, parts = memory.batch(shape, self._column), parts_of(self._column, shape)
-            self._send_padding(shape)
-            self._draw(parts, self._forward(batch, parts))  # compiles what this shape needs, outside of the capture
-            stream.synchronize()
-            whole, forward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with _capturing(whole, pool):
-                tokens = self._draw(parts, self._forward(batch, parts))
-            with _capturing(forward, pool):
-                self._logits[: shape.num_lines].copy_(self._forward(batch, parts))
-            self._captured[shape] = _Captured(whole, tokens, forward)
-        stream.synchronize()
+            logits = self._logits[: shape.num_lines]
+            self._send_padding(parts, shape)
+            self._captured[shape] = _Captured(
+                record(lambda b=batch, p=parts: self._draw(p, self._forward(b, p))),  # type: ignore[misc]
+                record(lambda b=batch, p=parts, kept=logits: kept.copy_(self._forward(b, p))),  # type: ignore[misc]
+            )
         logger.info("captured steps of %d shapes in %.1f s", len(shapes), time.monotonic() - started)
 
     def shape_for(self, layout: Layout) -> Shape | None:
@@ -114,9 +112,7 @@ class StepGraphs:
             [S] int64: ids drawn, -1 where logits are not finite; valid until the next replay.
         """
         self._send(shape, layout, rows, places, cells)
-        captured = self._captured[shape]
-        captured.whole.replay()
-        return captured.tokens[: len(rows)]
+        return self._captured[shape].whole()[: len(rows)]
 
     def replay_forward(self, shape: Shape, layout: Layout, cells: list[tuple[int, int, int]]) -> Tensor:
         """Enqueue the forward pass of a step.
@@ -125,8 +121,7 @@ class StepGraphs:
             [S, vocab] in the model's dtype: logits of rows that sample, valid until the next replay.
         """
         self._send(shape, layout, [], [], cells)
-        self._captured[shape].forward.replay()
-        return self._logits[: layout.logits_index.size]
+        return self._captured[shape].forward()[: layout.logits_index.size]
 
     def _send(
         self,
@@ -139,12 +134,11 @@ class StepGraphs:
         if len(cells) > shape.num_cells:  # rows that begin with cached blocks bring many
             self._rows.write_cells(cells)
             cells = []
-        column = fill(shape, layout, rows, places, cells, self._rows.scratch, pinned=True)
+        column = fill(shape, layout, rows, places, cells, self._rows.scratch, self._device.type == "cuda")
         self._column[: column.numel()].copy_(column, non_blocking=True)
 
-    def _send_padding(self, shape: Shape) -> None:
-        """Send a step of nothing but padding."""
-        parts = parts_of(self._column, shape)
+    def _send_padding(self, parts: Parts, shape: Shape) -> None:
+        """Write a step of nothing but padding."""
         for part in (parts.starts, parts.places, parts.cells):
             part.fill_(-1)
         for part in (parts.rows, parts.sampling_rows):
@@ -192,11 +186,28 @@ class _BatchMemory:
         )
 
 
-@contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Capture what happens on the current stream; torch.cuda.graph would collect garbage each time."""
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    try:
-        yield
-    finally:
-        graph.capture_end()
+class _Recorder:
+    """Turns what enqueues work into what replays it."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+        self._pool: Any = None if stream is None else torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        run()  # compiles what it needs, outside of the capture
+        if self._stream is None:
+            return run
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph, which would collect garbage each time.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            out = run()
+        finally:
+            graph.capture_end()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay

@@ -76,10 +76,9 @@ class GpuRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture the decode steps; before that each of them runs launch by launch."""
-        if self._stream is not None:
-            with self._on_stream():
-                self._graphs.capture(self._stream)
+        """Capture what steps are small enough for; before that each runs launch by launch."""
+        with self._on_stream():
+            self._graphs.capture(self._stream)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:

@@ -1,0 +1,78 @@
+"""The operations of ``octavo.kernels.gpu`` such that the bits of a row do not depend on the rest of the step.
+
+A row's logits are the same alone and beside any others, whole, in chunks or computed again, as a prompt or token by token.
+What that takes:
+
+- ``linear`` adds each output up in one order (``octavo.kernels.gpu.matmul``);
+- attention runs in one kernel for all rows, which goes through a row's keys in tiles that begin with its first one; a
+  key that a query does not see adds exact zeros to its sums;
+- all else works on one token, or one line of the logits, at a time, in programs that are alike for any number of them.
+  The operations on logits are those that are Triton kernels: PyTorch's reductions choose their order by the number of
+  lines.
+"""
+
+from torch import Tensor
+
+from octavo.kernels.gpu import attention
+from octavo.kernels.gpu.activation import silu_and_mul
+from octavo.kernels.gpu.copy import copy_blocks
+from octavo.kernels.gpu.filters import filter_logits
+from octavo.kernels.gpu.logprobs import logprobs
+from octavo.kernels.gpu.matmul import linear
+from octavo.kernels.gpu.norm import rms_norm
+from octavo.kernels.gpu.penalties import apply_penalties
+from octavo.kernels.gpu.rotary import rotary_and_write_kv
+from octavo.kernels.gpu.sampling import first_nonfinite, sample
+from octavo.kernels.gpu.sampling_masks import apply_allowed, apply_logit_bias
+from octavo.kernels.reference import prepare_weight, rotary_cos_sin
+
+__all__ = [
+    "apply_allowed",
+    "apply_logit_bias",
+    "apply_penalties",
+    "copy_blocks",
+    "filter_logits",
+    "first_nonfinite",
+    "linear",
+    "logprobs",
+    "paged_attention",
+    "prepare_weight",
+    "rms_norm",
+    "rotary_and_write_kv",
+    "rotary_cos_sin",
+    "sample",
+    "silu_and_mul",
+]
+
+
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    num_decodes: int = 0,
+    max_query_len: int | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Attend as ``octavo.kernels.gpu.paged_attention`` does, rows with one query in the same way as all others.
+
+    ``num_decodes`` and ``max_query_len`` are not looked at. The kernel for rows with one query would share out a row's
+    keys by the lengths of all rows.
+    """
+    return attention.paged_attention(
+        q,
+        key_cache,
+        value_cache,
+        block_tables,
+        query_start,
+        seq_lens,
+        scale,
+        num_decodes=0,
+        window=window,
+        softcap=softcap,
+    )
