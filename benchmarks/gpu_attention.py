@@ -32,16 +32,22 @@ class Case:
     """Rows of (new tokens, keys) over the caches of several layers."""
 
     def __init__(
-        self, rows: list[tuple[int, int]], heads: tuple[int, int, int], layout: str, num_decodes: int, layers: int = 0
+        self,
+        rows: list[tuple[int, int]],
+        heads: tuple[int, int, int],
+        layout: str,
+        num_decodes: int,
+        layers: int = 0,
+        cache_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         num_heads, num_kv_heads, head_size = heads
         counts = [-(-keys // BLOCK_SIZE) for _, keys in rows]
         self.rows, self.heads, self.num_decodes = rows, heads, num_decodes
-        self.bytes = sum(keys for _, keys in rows) * num_kv_heads * head_size * 4
+        self.bytes = sum(keys for _, keys in rows) * num_kv_heads * head_size * 2 * cache_dtype.itemsize
         layers = layers or max(2, -(-ROTATED_BYTES // self.bytes))
         inner = (num_kv_heads, BLOCK_SIZE) if layout == "heads" else (BLOCK_SIZE, num_kv_heads)
         pools = [
-            torch.randn(sum(counts) + 1, *inner, head_size, device="cuda", dtype=torch.bfloat16)
+            torch.randn(sum(counts) + 1, *inner, head_size, device="cuda", dtype=torch.bfloat16).to(cache_dtype)
             for _ in range(2 * layers)
         ]
         if layout == "heads":
@@ -125,6 +131,12 @@ def decode() -> Iterator[dict[str, Any]]:
     for batch in (32, 256):
         case = decode_case("Llama-3.1-8B", batch, various(batch), "heads")
         yield decode_row("Llama-3.1-8B", case, case.microseconds(case.attend), keys="40..2240", layout="heads")
+
+    for batch in (1, 64, 256):
+        heads = MODELS["Llama-3.1-8B"]
+        case = Case([(1, 576)] * batch, heads, "heads", batch, cache_dtype=torch.float8_e4m3fn)
+        us = case.microseconds(case.attend)
+        yield decode_row("Llama-3.1-8B", case, us, keys=576, layout="heads", cache="float8_e4m3fn")
 
 
 def prefill_cases(layout: str = "heads") -> Iterator[tuple[str, Case]]:

@@ -1,6 +1,6 @@
 """Times of sampling on a GPU, one JSON line each: replays of a CUDA graph that runs an operation several times.
 
-    python benchmarks/gpu_sampling.py [--rows 1 64 256] [--vocabularies 128256 151936] [--out FILE]
+    python -m benchmarks.gpu_sampling [--rows 256 1 64] [--vocabularies 128256 151936] [--out FILE]
 
 Logits are random (normal, standard deviation 3), rotated over copies that together exceed the L2 cache. ``floor`` is
 the time to read the logits once at the measured copy bandwidth. Filters work in place: their figures include restoring
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks._record import record
 from octavo.kernels.gpu.filters import filter_logits
 from octavo.kernels.gpu.logprobs import logprobs
 from octavo.kernels.gpu.penalties import apply_penalties
@@ -26,7 +27,7 @@ from octavo.kernels.gpu.sampling_masks import apply_allowed, apply_logit_bias
 
 BANDWIDTH = 4210e9  # bytes a second, device to device, read and written
 L2_BYTES = 60e6
-REPLAYS = 15
+REPLAYS = 9
 
 
 def graph_us(calls: Sequence[Callable[[], object]]) -> float:
@@ -146,7 +147,7 @@ def table(lines: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time sampling on a GPU.")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--rows", type=int, nargs="+", default=[256, 1, 64])
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[128256, 151936])
     parser.add_argument("--out", type=Path, help="append the lines to this file")
     arguments = parser.parse_args()
@@ -158,9 +159,8 @@ def main() -> None:
                 for part in (draw_lines, filter_lines, other_lines):
                     lines.extend(part(rows, vocabulary))
     if arguments.out is not None:
-        with arguments.out.open("a", encoding="utf-8") as file:
-            device = torch.cuda.get_device_name()
-            file.writelines(json.dumps({"device": device, "suite": "kernels-sampling"} | x) + "\n" for x in lines)
+        device = torch.cuda.get_device_name()
+        record(arguments.out, "kernels-sampling", [found | {"device": device} for found in lines])
     table(lines)
 
 

@@ -127,21 +127,12 @@ class Bench:
 
     def mixed(self, num_decodes: int, length: int, steps: int) -> None:
         """Measure steps of decodes beside one new prompt each."""
-        driver = PlanDriver.of(self.runner)
-        rows = self.runner.rows.limits.max_num_seqs - 1
-        num_decodes = min(num_decodes, rows)
-        for row in range(num_decodes):
-            driver.begin(row, [row + 1000] * 16, GREEDY)
-        plans = [driver.plan(dict.fromkeys(range(num_decodes), 16))]
-        for step in range(steps):
-            driver.begin(rows, [(7919 * i + step) % 29000 + 1000 for i in range(length)], GREEDY)
-            plans.append(driver.plan(dict.fromkeys(range(num_decodes), 1) | {rows: length}))
-            driver.end(rows)
+        plans = self._mixed_plans(num_decodes, length, steps + 4)
         run_ahead(self.runner, plans[:5])
         wall, launches = run_ahead(self.runner, plans[5:])
         self.say(
             "mixed",
-            wall / (steps - 4) * 1e3,
+            wall / steps * 1e3,
             "ms",
             batch=num_decodes,
             tokens=length,
@@ -149,23 +140,47 @@ class Bench:
         )
         self.runner.clear()
 
-    def profile(self, batch: int, prompt: int = 0) -> None:
-        """Say which kernels a step spends its time in, and how long the GPU idles between steps."""
+    def _mixed_plans(self, num_decodes: int, length: int, steps: int) -> list[StepPlan]:
+        driver = PlanDriver.of(self.runner)
+        last = self.runner.rows.limits.max_num_seqs - 1
+        for row in range(num_decodes):
+            driver.begin(row, [(31 * i + row) % 29000 + 1000 for i in range(32)], GREEDY)
+        plans = [driver.plan(dict.fromkeys(range(num_decodes), 32))] if num_decodes else [driver.plan({})]
+        for step in range(steps):
+            driver.begin(last, [(7919 * i + step) % 29000 + 1000 for i in range(length)], GREEDY)
+            plans.append(driver.plan(dict.fromkeys(range(num_decodes), 1) | {last: length}))
+            driver.end(last)
+        return plans
+
+    def profile_decode(self, batch: int, length: int = 16) -> None:
+        """Profile steps of decodes alone."""
         driver = PlanDriver.of(self.runner)
         rows = range(batch)
-        if prompt:
-            plans = []
-            for _ in range(3):
-                for row in rows:
-                    driver.begin(row, [(7919 * i + row) % 29000 + 1000 for i in range(prompt)], GREEDY)
-                plans.append(driver.plan(dict.fromkeys(rows, prompt)))
-                for row in rows:
-                    driver.end(row)
-        else:
-            for row in rows:
-                driver.begin(row, [row + 1000] * 16, GREEDY)
-            run_ahead(self.runner, [driver.plan(dict.fromkeys(rows, 16))])
-            plans = [driver.plan(dict.fromkeys(rows, 1)) for _ in range(12)]
+        for row in rows:
+            driver.begin(row, [(31 * i + row) % 29000 + 1000 for i in range(length)], GREEDY)
+        run_ahead(self.runner, [driver.plan(dict.fromkeys(rows, length))])
+        self._profile([driver.plan(dict.fromkeys(rows, 1)) for _ in range(12)], batch=batch, tokens=1)
+
+    def profile_mixed(self, num_decodes: int, length: int) -> None:
+        """Profile steps of decodes beside one new prompt each."""
+        plans = self._mixed_plans(num_decodes, length, 8)
+        run_ahead(self.runner, plans[:3])
+        self._profile(plans[3:], batch=num_decodes, tokens=length)
+
+    def profile_prompts(self, batch: int, length: int) -> None:
+        """Profile steps of new prompts alone."""
+        driver = PlanDriver.of(self.runner)
+        plans = []
+        for _ in range(3):
+            for row in range(batch):
+                driver.begin(row, [(7919 * i + row) % 29000 + 1000 for i in range(length)], GREEDY)
+            plans.append(driver.plan(dict.fromkeys(range(batch), length)))
+            for row in range(batch):
+                driver.end(row)
+        self._profile(plans, batch=batch, tokens=length)
+
+    def _profile(self, plans: list[StepPlan], **more: Any) -> None:
+        """Say which kernels the steps spend their time in, and how long the GPU idles between and within them."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             run_ahead(self.runner, plans)
             torch.cuda.synchronize()
@@ -175,33 +190,19 @@ class Bench:
             for event in profiler.events()
             if event.device_type == torch.autograd.DeviceType.CUDA
         )
-        total: dict[str, list[float]] = defaultdict(list)
+        times: dict[str, list[float]] = defaultdict(list)
         busy_until, idle = spans[0][0], []
         for start, end, name in spans:
-            total[name].append(end - start)
+            times[name].append(end - start)
             if start > busy_until:
                 idle.append(start - busy_until)
             busy_until = max(busy_until, end)
         steps = len(plans)
-        for name, times in sorted(total.items(), key=lambda item: -sum(item[1]))[:14]:
-            self.say(
-                "kernel",
-                sum(times) / steps,
-                "us a step",
-                kernel=name[:70],
-                calls=round(len(times) / steps, 1),
-                batch=batch,
-                tokens=prompt or 1,
-            )
-        greatest = sorted(idle, reverse=True)[: steps - 1]
-        self.say(
-            "idle",
-            sum(idle) / steps,
-            "us a step",
-            batch=batch,
-            tokens=prompt or 1,
-            greatest=[round(x, 1) for x in greatest],
-        )
+        for name, taken in sorted(times.items(), key=lambda item: -sum(item[1]))[:14]:
+            calls = round(len(taken) / steps, 1)
+            self.say("kernel", sum(taken) / steps, "us a step", kernel=name[:70], calls=calls, **more)
+        greatest = [round(x, 1) for x in sorted(idle, reverse=True)[: steps - 1]]
+        self.say("idle", sum(idle) / steps, "us a step", greatest=greatest, **more)
 
 
 def main() -> None:
@@ -226,11 +227,14 @@ def main() -> None:
         bench.prompt(512)
         bench.prompt(64)
         bench.prefill(64, 1024)
-        bench.mixed(200, 220, 24)
+        for length in (60, 120, 180, 220, 300, 500, 800):
+            bench.mixed(200, length, 16)
     if options.profile:
         for batch in (1, 64, 256):
-            bench.profile(batch)
-        bench.profile(8, 1024)
+            bench.profile_decode(batch)
+        bench.profile_mixed(200, 220)
+        bench.profile_mixed(0, 512)
+        bench.profile_prompts(8, 1024)
     if options.out is not None:
         record(options.out, "benchmarks/gpu_steps.py", bench.lines)
 

@@ -28,6 +28,10 @@ class Ops(Protocol):
         """[T, K], prepared [N, K], [N] -> [T, N]."""
         ...
 
+    def linear_silu_and_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[T, K], prepared [2I, K], gate first, [2I] -> [T, I]."""
+        ...
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """[T, 2I], gate first -> [T, I]."""
         ...

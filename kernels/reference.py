@@ -182,9 +182,9 @@ def paged_attention(
     row's seq_len are never read. Caches may have another dtype than q (fp8): their values count as they stand.
     Returns [T, nq, d]; queries that see no key, and tokens of no row, give zeros.
 
-    ``num_decodes`` says that so many rows come first that have exactly one query each (query i of row i is token i; a
-    row of padding has a seq_len of 0), ``max_query_len`` that no row has more queries: both are hints and change no
-    result.
+    ``num_decodes`` says that so many rows come first that have exactly one query each: query i of row i is token i. Rows
+    of padding among them have a seq_len of 0 and may own no query, their tokens then belong to later rows or to none.
+    ``max_query_len`` says that no row has more queries. Both are hints and change no result.
 
     Each query is computed in a tile of 8 queries against tiles of 64 keys in ascending order with a running softmax
     (Milakov and Gimelshein 2018, arXiv 1805.02867); a tile that a query does not see leaves its bits as they were.

@@ -3,18 +3,15 @@
 from octavo.kernels.gpu.activation import silu_and_mul
 from octavo.kernels.gpu.attention import paged_attention
 from octavo.kernels.gpu.copy import copy_blocks
+from octavo.kernels.gpu.filters import filter_logits
+from octavo.kernels.gpu.linear import linear, linear_silu_and_mul, prepare_weight
+from octavo.kernels.gpu.logprobs import logprobs
 from octavo.kernels.gpu.norm import rms_norm
+from octavo.kernels.gpu.penalties import apply_penalties
 from octavo.kernels.gpu.rotary import rotary_and_write_kv
 from octavo.kernels.gpu.sampling import first_nonfinite, sample
-from octavo.kernels.reference import prepare_weight, rotary_cos_sin
-from octavo.kernels.sampling import (
-    apply_allowed,
-    apply_logit_bias,
-    apply_penalties,
-    filter_logits,
-    logprobs,
-)
-from torch.nn.functional import linear
+from octavo.kernels.gpu.sampling_masks import apply_allowed, apply_logit_bias
+from octavo.kernels.reference import rotary_cos_sin
 
 __all__ = [
     "apply_allowed",
@@ -24,6 +21,7 @@ __all__ = [
     "filter_logits",
     "first_nonfinite",
     "linear",
+    "linear_silu_and_mul",
     "logprobs",
     "paged_attention",
     "prepare_weight",

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.gpu.attention_tiles import cap, load_blocks, load_tile, softmax_step
+from octavo.kernels.gpu.launch import wait_for_inputs
 
 
 @triton.jit(
@@ -32,6 +33,7 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Program (h, t) computes tile t from the end, of KV head h; see ``octavo.kernels.gpu.attention._launch_prefill``.
 
@@ -46,11 +48,10 @@ def prefill_kernel(
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     NUM_HEADS: tl.constexpr = SHAPE[0] * GROUP
 
+    wait_for_inputs(OVERLAP)
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    row, begin, end, seq_len = _find_row(tile, query_start, seq_lens, num_tokens, num_rows, num_decodes, QUERIES, ROWS)
-    origin = tl.load(query_start + num_decodes)
-    first = begin + (tile - (begin - origin) // QUERIES - row) * QUERIES
+    row, first, end, seq_len = _find_row(tile, query_start, seq_lens, num_tokens, num_rows, num_decodes, QUERIES, ROWS)
     if first >= end:
         return
 
@@ -96,7 +97,7 @@ def prefill_kernel(
 def _find_row(
     tile, query_start, seq_lens, num_tokens, num_rows, num_decodes, QUERIES: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Return the tile's row, counted behind the decode rows, its first token and the one behind its last, its length.
+    """Return the tile's row, counted behind the decode rows, the tile's first token, the one behind the row, its length.
 
     All from one load of the tables, not a search: one trip to memory in place of several in a chain.
     """
@@ -104,13 +105,14 @@ def _find_row(
     count = num_rows - num_decodes
     starts = tl.load(query_start + num_decodes + rows, rows <= count, other=0)
     lens = tl.load(seq_lens + num_decodes + rows, rows < count, other=0)
-    origin = tl.load(query_start + num_decodes)
+    origin = tl.sum(tl.where(rows == 0, starts, 0), 0)
     mine = (rows <= count) & ((starts - origin) // QUERIES + rows <= tile)
     row = tl.sum(mine.to(tl.int32), 0) - 1
     begin = tl.max(tl.where(mine, starts, 0), 0)
     end = tl.sum(tl.where(rows == row + 1, starts, 0), 0)
     end = tl.where(row == count, num_tokens, end)
-    return row, begin, end, tl.sum(tl.where(rows == row, lens, 0), 0)
+    first = begin + (tile - (begin - origin) // QUERIES - row) * QUERIES
+    return row, first, end, tl.sum(tl.where(rows == row, lens, 0), 0)
 
 
 @triton.jit

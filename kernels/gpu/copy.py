@@ -11,7 +11,7 @@ _CHUNK = 4096
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["src", "dst"])  # they may be cut out of wider tensors
 def _copy_blocks_kernel(keys, values, src, dst, block_size, keys_stride, values_stride, CHUNK: tl.constexpr):
     """Program (i, j) copies chunk j of block i in both caches."""
     source = tl.load(src + tl.program_id(0)).to(tl.int64)

@@ -42,7 +42,7 @@ def _is_filtered(temperature, min_p, top_k, top_p, vocabulary):
     return is_drawn(temperature) & ((min_p > 0.0) | ((top_k > 0) & (top_k < vocabulary)) | (top_p < 1.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "min_p", "top_k", "top_p"])
 def _group_stats_kernel(
     logits,
     maxima,
@@ -156,7 +156,7 @@ def _row_cut(
     return cut
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "min_p", "top_k", "top_p"])
 def _cut_kernel(
     logits,
     maxima,
@@ -231,9 +231,9 @@ def filter_logits(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Ten
     left stay as they are.
 
     The sets are those of ``octavo.kernels.sampling.filter_logits`` up to the rounding of sums. min-p and top-k sets are
-    the same. In a top-p set the last id may differ where the mass up to an id equals top_p within 1e-12 of the whole if
+    the same. In a top-p set the last id may differ where the mass up to an id equals top_p within 1e-10 of the whole if
     no more than ``CAPACITY`` ids are left before it (a top-k up to that, say), and within about 1e-6 otherwise: masses of
-    a whole vocabulary are summed in fp32 over parts of it.
+    a whole vocabulary are summed in fp32 over parts of it. A row's set depends on that row alone.
 
     Raises:
         ValueError: logits are not fp32, their rows are not contiguous, or V exceeds 2^24.

@@ -3,7 +3,7 @@
 A row's logits are the same alone and beside any others, whole, in chunks or computed again, as a prompt or token by token.
 What that takes:
 
-- ``linear`` adds each output up in one order (``octavo.kernels.gpu.matmul``);
+- ``linear`` adds each output up in one order, in tiles of one shape (``octavo.kernels.gpu.matmul``);
 - attention runs in one kernel for all rows, which goes through a row's keys in tiles that begin with its first one; a
   key that a query does not see adds exact zeros to its sums;
 - all else works on one token, or one line of the logits, at a time, in programs that are alike for any number of them.
@@ -18,7 +18,7 @@ from octavo.kernels.gpu.activation import silu_and_mul
 from octavo.kernels.gpu.copy import copy_blocks
 from octavo.kernels.gpu.filters import filter_logits
 from octavo.kernels.gpu.logprobs import logprobs
-from octavo.kernels.gpu.matmul import linear
+from octavo.kernels.gpu.matmul import linear, linear_silu_and_mul
 from octavo.kernels.gpu.norm import rms_norm
 from octavo.kernels.gpu.penalties import apply_penalties
 from octavo.kernels.gpu.rotary import rotary_and_write_kv
@@ -34,6 +34,7 @@ __all__ = [
     "filter_logits",
     "first_nonfinite",
     "linear",
+    "linear_silu_and_mul",
     "logprobs",
     "paged_attention",
     "prepare_weight",

@@ -25,7 +25,7 @@ def _chosen_logit(row_logits, chosen, vocabulary):
     return tl.load(row_logits + chosen, mask=exists, other=float("-inf")).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids"])
 def _group_stats_kernel(
     logits, ids, maxima, masses, numbers, logits_stride, vocabulary, num_groups, GROUPS: tl.constexpr
 ):
@@ -45,7 +45,7 @@ def _group_stats_kernel(
     tl.store(numbers + row * num_groups + groups, number, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids"])
 def _row_kernel(
     logits,
     ids,

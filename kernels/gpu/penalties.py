@@ -8,7 +8,7 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "presence", "frequency", "repetition"])
 def _penalties_kernel(
     logits,
     rows,

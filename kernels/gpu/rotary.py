@@ -70,7 +70,7 @@ def _put(target, x, mask, DTYPE: tl.constexpr, FLOAT8: tl.constexpr, LIMIT: tl.c
         tl.store(target, x.to(DTYPE).to(target.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])  # they may be cut out of wider tensors
 def _rotary_kernel(
     q,
     k,

@@ -22,9 +22,8 @@ _GREEDY_BELOW = tl.constexpr(1e-5)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LARGEST = tl.constexpr(3e38)
 _MARGIN = tl.constexpr(4 * NEAR_NOISE_ERROR)  # twice the error is needed
-_RELATIVE_MARGIN = tl.constexpr(
-    2.0**-19
-)  # of the best: covers the rounding of logit / temperature * log2(e) four times
+# Of the best: four times the rounding of logit / temperature * log2(e).
+_RELATIVE_MARGIN = tl.constexpr(2.0**-19)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ _PAIRS_A_PROGRAM = 16
 _OTHERS = tl.constexpr(_PAIRS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"], do_not_specialize=["num_pairs"])
 def _forbid_rows_kernel(logits, rows, logits_stride, vocabulary, num_pairs, BLOCK: tl.constexpr, PAIRS: tl.constexpr):
     """Set the program's chunk of its row to -inf if any pair names the row."""
     row = tl.program_id(0)
@@ -28,7 +28,7 @@ def _forbid_rows_kernel(logits, rows, logits_stride, vocabulary, num_pairs, BLOC
         tl.store(place, tl.full([BLOCK], float("-inf"), tl.float32), mask=ids < vocabulary)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "ids", "values"], do_not_specialize=["num_pairs"])
 def _bias_kernel(logits, rows, ids, values, logits_stride, num_pairs, PAIRS: tl.constexpr):
     """Add, at each place that the program's pairs are the first to name, the sum of all its values."""
     mine = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)

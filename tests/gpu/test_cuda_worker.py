@@ -3,18 +3,15 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from octavo.wire.columns import unpack_floats
 from octavo.wire.plan import RowSampling
 from octavo.worker.loading import LoadedWorker
+from tests.support.gpu import ON_GPU
 from tests.support.plan_driver import PlanDriver, tokens_of
 from tests.support.tiny_models import TINY_LLAMA, load_worker, write_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = ON_GPU
 
 SHAPE = TINY_LLAMA | {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
 
@@ -34,19 +31,21 @@ def run(worker: LoadedWorker, sampling: RowSampling, num_steps: int) -> list[tup
     return steps
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        RowSampling(seed=0, temperature=0.0, logprobs=5),
-        RowSampling(seed=2**63 + 5, temperature=0.8, top_k=20, top_p=0.9, logprobs=5),
-        RowSampling(seed=3, temperature=1.0, repetition_penalty=1.3, presence_penalty=0.5, min_p=0.01, logprobs=5),
-    ],
-    ids=["greedy", "filters", "penalties"],
-)
-def test_cuda_draws_what_the_cpu_draws(tmp_path: Path, sampling: RowSampling) -> None:
+SAMPLINGS = {
+    "greedy": RowSampling(seed=0, temperature=0.0, logprobs=5),
+    "filters": RowSampling(seed=2**63 + 5, temperature=0.8, top_k=20, top_p=0.9, logprobs=5),
+    "penalties": RowSampling(
+        seed=3, temperature=1.0, repetition_penalty=1.3, presence_penalty=0.5, min_p=0.01, logprobs=5
+    ),
+}
+
+
+@pytest.mark.parametrize(("backend", "name"), [*(("auto", name) for name in SAMPLINGS), ("reference", "filters")])
+def test_cuda_draws_what_the_cpu_draws(tmp_path: Path, name: str, backend: str) -> None:
+    sampling = SAMPLINGS[name]
     folder = write_model(tmp_path / "model", SHAPE)
     on_cpu = run(load_worker(folder), sampling, 40)
-    on_cuda = run(load_worker(folder, device="cuda", dtype="float32"), sampling, 40)
+    on_cuda = run(load_worker(folder, device="cuda", backend=backend, dtype="float32"), sampling, 40)
     for step, ((cpu_tokens, cpu_logprobs), (cuda_tokens, cuda_logprobs)) in enumerate(
         zip(on_cpu, on_cuda, strict=True)
     ):
@@ -56,8 +55,8 @@ def test_cuda_draws_what_the_cpu_draws(tmp_path: Path, sampling: RowSampling) ->
 
 def test_cuda_serves_the_checkpoint_dtype(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", SHAPE | {"dtype": "bfloat16"})
-    worker = load_worker(folder, device="cuda")
-    assert (worker.facts.dtype, worker.facts.backend) == ("bfloat16", "reference")
+    worker = load_worker(folder, device="auto", backend="auto")
+    assert (worker.facts.device, worker.facts.dtype, worker.facts.backend) == ("cuda", "bfloat16", "triton")
     steps = run(worker, RowSampling(seed=0, temperature=0.0), 10)
     assert all(set(tokens) >= {0, 1} for tokens, _ in steps)
 
@@ -89,6 +88,6 @@ def test_cuda_shares_blocks_as_the_cpu_does(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", SHAPE)
     sampling = RowSampling(seed=5, temperature=0.9, top_p=0.95, presence_penalty=0.3)
     on_cpu = run_shared(load_worker(folder), sampling, 30)
-    on_cuda = run_shared(load_worker(folder, device="cuda", dtype="float32"), sampling, 30)
+    on_cuda = run_shared(load_worker(folder, device="cuda", backend="auto", dtype="float32"), sampling, 30)
     assert all(set(tokens) == {1, 3, 5, 6} for tokens in on_cpu)
     assert on_cuda == on_cpu

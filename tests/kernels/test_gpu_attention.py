@@ -121,6 +121,13 @@ def test_the_hint_changes_no_result(num_decodes: int) -> None:
     check(Step(MIXED, (4, 2, 64)), num_decodes)
 
 
+@pytest.mark.parametrize("others", [[(5, 70)], [(1, 20), (40, 91)], []])
+def test_decode_rows_of_padding_without_a_query(others: list[tuple[int, int]]) -> None:
+    """As in captured steps that hold fewer decode rows than they have room for: later rows own their tokens."""
+    step = Step([(1, 37), (0, 0), (0, 0), *others], (4, 2, 64), extra_tokens=0 if others else 2)
+    check(step, num_decodes=3)
+
+
 @pytest.mark.parametrize("window", [1, 16, 50])
 def test_window(window: int) -> None:
     check(Step(longer(MIXED), (4, 2, 64)), 4, window=window)
@@ -201,6 +208,8 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
         attention.paged_attention(q, keys, values.contiguous(), *rest)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="scale"):
         attention.paged_attention(*step.arguments()[:-1], -1.0)
+    with pytest.raises(ValueError, match="2 decode rows"):
+        attention.paged_attention(*step.arguments(), num_decodes=2)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

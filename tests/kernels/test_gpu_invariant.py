@@ -11,7 +11,7 @@ from octavo.kernels import reference
 pytest.importorskip("triton")
 import octavo.kernels.gpu
 from octavo.kernels.gpu import invariant
-from octavo.kernels.gpu.matmul import choose_tile, has_descriptors
+from octavo.kernels.gpu.matmul import has_descriptors
 from octavo.kernels.ops import get_ops
 
 CUDA = torch.cuda.is_available()
@@ -21,7 +21,7 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])]
 HALF_TYPES = [torch.float16, *([torch.bfloat16] if CUDA else [])]
 # Output and input features; tensor descriptors cannot take lines of 36 or 3.
-LINEARS = [(96, 64), (33, 36), (70, 136), (1, 3), *([(192, 576)] if CUDA else [])]
+LINEARS = [(96, 64), (33, 36), (1, 3), *([(70, 136), (192, 576)] if CUDA else [])]
 # Query heads, key heads, head size; few where they are interpreted.
 HEADS = [(9, 3, 64), (4, 4, 80), (8, 1, 96), (8, 2, 128)] if CUDA else [(3, 1, 64), (2, 1, 80)]
 
@@ -63,7 +63,7 @@ def test_a_product_is_the_same_among_any_number_of_tokens(shape: tuple[int, int]
     torch.manual_seed(1)
     weight, bias, x = random(*shape, dtype=dtype), random(shape[0], dtype=dtype), random(40, shape[1], dtype=dtype)
     expected = torch.cat([invariant.linear(row[None], weight, bias) for row in x])
-    for count in range(1, 41, 1 if CUDA else 3):
+    for count in range(1, 41, 1 if CUDA else 6):
         assert same_bits(invariant.linear(x[:count], weight, bias), expected[:count]), count
         assert same_bits(invariant.linear(x[40 - count :], weight, bias), expected[40 - count :]), count
 
@@ -73,7 +73,7 @@ def test_a_product_is_the_same_at_every_place_beside_all_neighbours(dtype: torch
     torch.manual_seed(2)
     weight, row = random(96, 64, dtype=dtype), random(64, dtype=dtype)
     alone = invariant.linear(row[None], weight)[0]
-    for count in (2, 16, 33, 64, 130):
+    for count in (2, 33, 64, 130):
         for place in {0, 1, 7, 8, 15, count // 2, count - 1} & set(range(count)):
             x = random(count, 64, dtype=dtype, scale=100.0)
             x[place - 1] = float("nan")
@@ -84,7 +84,7 @@ def test_a_product_is_the_same_at_every_place_beside_all_neighbours(dtype: torch
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 @pytest.mark.parametrize("shape", [(4096, 4096), (1024, 3072), (6144, 1000), (5000, 14336)], ids=str)
-def test_a_product_is_the_same_in_tiles_of_any_shape(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_large_product_is_the_same_among_any_number_of_tokens(shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     weight = torch.randn(shape, device=DEVICE, dtype=dtype)
     # Sums of which much cancels out, so that their order shows.
@@ -95,7 +95,6 @@ def test_a_product_is_the_same_in_tiles_of_any_shape(shape: tuple[int, int], dty
     assert has_descriptors(weight)
     whole = invariant.linear(x, weight)
     counts = (1, 2, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 129, 256, 511, 512, 513, 1000, 1024, 1025, 4097)
-    assert len({choose_tile(count, DEVICE) for count in counts}) > 1
     for count in counts:
         for start in (0, 77, 8192 - count):
             part = x[start : start + count]
@@ -178,9 +177,13 @@ def attend(
     num_decodes = next((i for i, size in enumerate(sizes) if size != 1), len(sizes))
     queries = [owner.q[begin:end] for owner, begin, end in pieces]
     queries.append(torch.full((extra_tokens, *queries[0].shape[1:]), float("nan")))
+    key_cache, value_cache = (
+        cache.to(DEVICE, sequence.dtype).transpose(1, 2).contiguous().transpose(1, 2) for cache in (keys, values)
+    )
     out = invariant.paged_attention(
         torch.cat(queries).to(DEVICE, sequence.dtype),
-        *(cache.to(DEVICE, sequence.dtype).transpose(1, 2).contiguous().transpose(1, 2) for cache in (keys, values)),
+        key_cache,
+        value_cache,
         tables.to(DEVICE),
         torch.tensor([0, *sizes]).cumsum(0).int().to(DEVICE),
         torch.tensor([end for _, _, end in pieces]).int().to(DEVICE),
@@ -192,16 +195,15 @@ def attend(
     return list(torch.split(out[: sum(sizes)], sizes))
 
 
-@pytest.mark.parametrize("window", [0, 21])
-@pytest.mark.parametrize("dtype", DTYPES if CUDA else HALF_TYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES if CUDA else [torch.float32], ids=str)
+@pytest.mark.parametrize(("heads", "window"), [(HEADS[0], 21), *((heads, 0) for heads in HEADS)], ids=str)
 def test_attention_is_the_same_in_chunks_of_any_size(
     heads: tuple[int, int, int], dtype: torch.dtype, window: int
 ) -> None:
     length = 300 if CUDA else 75
     sequence = Sequence(heads, length, 4, dtype)
     (whole,) = attend([(sequence, 0, length)], window=window)
-    every = [[1] * length, [7] * 99, [64] * 9, [1, 999], [33, 1, 1, 13, 999], [33] * 99]
+    every = [[1] * length, [7] * 99, [64] * 9, [1, 999], [33, 1, 1, 30, 1, 999], [33] * 99]
     for chunks in every if CUDA else every[2:5]:
         done = 0
         for step, chunk in enumerate(chunks):
@@ -247,7 +249,7 @@ def test_attention_is_the_same_beside_many_rows(num_rows: int, dtype: torch.dtyp
 
 def test_what_logits_give_is_the_same_among_any_number_of_lines() -> None:
     torch.manual_seed(5)
-    vocabulary = 128256 if CUDA else 1500
+    vocabulary = 128256 if CUDA else 600
     logits = random(9, vocabulary, scale=4.0)
     ids = torch.arange(9, device=DEVICE) * 100
     half, k = torch.full((9,), 0.9, device=DEVICE), torch.full((9,), 40, device=DEVICE)
@@ -260,6 +262,6 @@ def test_what_logits_give_is_the_same_among_any_number_of_lines() -> None:
         return [logprob, rank, top_ids, top_logprobs, lines, drawn]
 
     together = results(slice(0, 9))
-    for begin, end in [*((row, row + 1) for row in range(9)), (0, 4), (3, 8)]:
+    for begin, end in [*((row, row + 1) for row in range(9)), (0, 4), (3, 8)] if CUDA else [(2, 3), (3, 8)]:
         for ours, whole in zip(results(slice(begin, end)), together, strict=True):
             assert same_bits(ours, whole[begin:end]), (begin, end)

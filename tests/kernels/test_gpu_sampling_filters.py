@@ -95,7 +95,7 @@ def test_sets_of_coarse_logits_are_those_of_the_reference(vocabulary: int) -> No
 
 def test_logits_in_order_and_in_blocks() -> None:
     """The most likely ids side by side: no group of ids is like another."""
-    falling = torch.linspace(12, -12, 9000).repeat(len(SETTINGS), 1)
+    falling = torch.linspace(12, -12, 9000 if ON_GPU else 3500).repeat(len(SETTINGS), 1)
     check(falling, SETTINGS)
     check(falling.flip(-1).contiguous(), SETTINGS)
     check(falling * 1e-3 + 100, SETTINGS)
@@ -110,7 +110,7 @@ def test_masked_logits_stay_out() -> None:
     check(one, SETTINGS)
 
 
-@pytest.mark.parametrize("count", [1, 255, 256, 257, 2048, 2049, 4999])
+@pytest.mark.parametrize("count", [1, 256, 257, 1024, 1025, 4999])
 def test_among_equals_the_lowest_ids_stay(count: int) -> None:
     logits = torch.zeros(3, 5000)
     logits[2, ::2] = -0.0

@@ -13,7 +13,8 @@ from tests.support.tiny_models import TINY_LLAMA, load_worker, write_model
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")]
+needs_cuda = pytest.mark.skipif(not CUDA, reason="no CUDA device")
+ON_GPU = [pytest.mark.gpu, needs_cuda]
 """Marks of what only a CUDA device can show."""
 
 # Whoever writes a test of the GPU path where there is no GPU can try it: slowly, on the CPU.
@@ -27,6 +28,12 @@ ON_GPU_OR_INTERPRETED = [
 
 SHAPE: dict[str, Any] = TINY_LLAMA | {"tie_word_embeddings": False, "head_dim": 64 if CUDA else 8}
 """A tiny model with a head size that the kernels are made for; the interpreter takes any."""
+
+
+def settle() -> None:
+    """Wait for what a test has enqueued itself: a runner has a stream of its own, which waits for no other."""
+    if CUDA:
+        torch.cuda.synchronize()
 
 
 def write_tiny(folder: Path) -> Path:

@@ -5,6 +5,7 @@ spoil those behind it.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -78,28 +79,63 @@ def _begin(driver: PlanDriver, row: int, prompts: list[list[int]], sampling: Row
     driver.begin(row, prompt, sampling, num_cached=best, cached_from=source)
 
 
+class Oracle:
+    """transformers on one checkpoint: exact arithmetic on the weights as rounded to a dtype, and its own in that dtype.
+
+    The second says how far from the exact values a good implementation in that dtype is.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        from transformers import AutoModelForCausalLM
+
+        def load(how: torch.dtype, attention: str) -> Any:
+            # Loaded in its dtype, not converted: that would round the frequencies of the rotary embedding too.
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=how, attn_implementation=attention)
+            return model.to(device).eval()
+
+        self._exact, self._own = load(torch.float32, "eager"), load(dtype, "sdpa")
+        for parameter in self._exact.parameters():
+            parameter.data = parameter.data.to(dtype).float()
+        self._is_exact = dtype is torch.float32
+
+    def check(self, outputs: list[Output]) -> None:
+        """Check outputs of greedy rows: each id, and log-probabilities where they were asked for.
+
+        An id may differ from transformers' most likely one by the margin: six times the error (root mean square) that
+        its own arithmetic in the dtype has, or 1e-3 in float32. Our error must be at most 1.3 times as large as that
+        one, or 1e-4 in float32.
+        """
+        exact = [_logprobs(self._exact, output) for output in outputs]
+        likely = [x.topk(TOP).indices for x in exact]
+        error = 1e-4 if self._is_exact else _rms(self._own_error(outputs, exact, likely))
+        margin = 1e-3 if self._is_exact else 6 * error
+        for output, theirs in zip(outputs, exact, strict=True):
+            behind = theirs.max(-1).values - theirs.gather(-1, torch.tensor(output.ids)[:, None])[:, 0]
+            parted = int((behind > 0).int().argmax())
+            assert float(behind.max()) < margin, (
+                f"ids part at {parted}, worst by {float(behind.max()):.4f} of {margin:.4f}"
+            )
+        if outputs[0].top_ids:
+            ours = [torch.tensor(output.top_logprobs, dtype=torch.float64) for output in outputs]
+            theirs_there = [x.gather(-1, torch.tensor(o.top_ids)) for o, x in zip(outputs, exact, strict=True)]
+            found = _rms(torch.cat(ours) - torch.cat(theirs_there))
+            assert found < (error if self._is_exact else 1.3 * error), (
+                f"error {found:.5f}, transformers' own {error:.5f}"
+            )
+
+    def _own_error(self, outputs: list[Output], exact: list[Tensor], likely: list[Tensor]) -> Tensor:
+        own = [_logprobs(self._own, output) for output in outputs]
+        parts = [(a - b).gather(-1, ids) for a, b, ids in zip(own, exact, likely, strict=True)]
+        return torch.cat(parts)
+
+
 @torch.inference_mode()
-def logprobs_of(model: Any, output: Output) -> Tensor:
-    """Return transformers' log-probabilities where our ids were drawn: [len(ids), vocab] float64."""
+def _logprobs(model: Any, output: Output) -> Tensor:
+    """Return a model's log-probabilities where our ids were drawn: [len(ids), vocab] float64."""
     ids = torch.tensor([output.prompt + output.ids], device=model.device)
     logits: Tensor = model(ids).logits[0, len(output.prompt) - 1 : -1]
     return logits.double().log_softmax(-1).cpu()
 
 
-def margins(outputs: list[Output], expected: list[Tensor]) -> Tensor:
-    """Return how much less likely than the most likely id each of ours is; 0 where it is that one."""
-    parts = [
-        theirs.max(-1).values - theirs.gather(-1, torch.tensor(output.ids)[:, None])[:, 0]
-        for output, theirs in zip(outputs, expected, strict=True)
-    ]
-    return torch.cat(parts)
-
-
-def at_our_top(outputs: list[Output], theirs: list[Tensor]) -> Tensor:
-    """Return transformers' log-probabilities of the ids that we found most likely: [places, TOP]."""
-    return torch.cat([x.gather(-1, torch.tensor(output.top_ids)) for output, x in zip(outputs, theirs, strict=True)])
-
-
-def ours(outputs: list[Output]) -> Tensor:
-    """Return our log-probabilities: [places, TOP]."""
-    return torch.tensor([line for output in outputs for line in output.top_logprobs], dtype=torch.float64)
+def _rms(x: Tensor) -> float:
+    return float(x.pow(2).mean().sqrt())

@@ -1,12 +1,14 @@
 """The scheduler's end of a worker's socket, told by a test what to say."""
 
 import time
+from contextlib import suppress
 from typing import TypeVar
 
 import zmq
 
 from octavo.wire.channel import RouterChannel
 from octavo.wire.codec import FromPeer, FromScheduler
+from octavo.wire.errors import SessionLost
 from octavo.wire.handshake import Heartbeat, Wait, WorkerHello, WorkerWelcome
 from octavo.wire.ids import SessionId
 from octavo.wire.session import Session
@@ -44,7 +46,8 @@ class ScriptedScheduler:
     def hear_ready(self) -> WorkerHello:
         """Return the next Hello with facts; tell the worker to wait until then."""
         while (hello := self.hear(WorkerHello)).facts is None:
-            self.router.send(self.identity, Wait("loading"))
+            with suppress(SessionLost):  # it may have connected anew since: another Hello follows
+                self.router.send(self.identity, Wait("loading"))
         return hello
 
     def welcome(self, session: int) -> None:

@@ -50,7 +50,9 @@ class DeviceRows:
         self._temperature.index_copy_(
             0, slots.long(), to_device([s.sampling.temperature for s in states], torch.float32, self._device)
         )
-        noise = [as_int64(s.sampling.seed) for s in states] + [s.choice for s in states] + [s.num_prompt for s in states]
+        noise = (
+            [as_int64(s.sampling.seed) for s in states] + [s.choice for s in states] + [s.num_prompt for s in states]
+        )
         self._noise.index_copy_(1, slots.long(), to_device(noise, torch.int64, self._device).view(3, count))
 
     def write_cells(self, cells: list[tuple[int, int, int]]) -> None:

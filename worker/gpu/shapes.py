@@ -19,6 +19,8 @@ MOST_PROMPTS = 32
 """Rows with several tokens that a captured step holds."""
 MOST_TOKENS = 1024
 """Of a captured step with prompts: larger ones take the GPU longer than the host takes to launch them."""
+_FEW_ROWS = 16
+"""Decode rows of the captured steps for a service that is not busy."""
 _SMALL_TOKENS = (16, 32, 64, 96, 128)
 _TOKEN_STEP = 64
 
@@ -41,6 +43,15 @@ class Shape:
     def is_decode(self) -> bool:
         """Whether every row has one token and samples."""
         return self.num_prompts == 0
+
+    def holds(self, other: "Shape") -> bool:
+        """Say whether every step that the other shape of this kind holds fits this one."""
+        return (
+            self.num_tokens >= other.num_tokens
+            and self.num_decodes >= other.num_decodes
+            and self.num_prompts >= other.num_prompts
+            and self.num_lines >= other.num_lines
+        )
 
     @property
     def num_cells(self) -> int:
@@ -86,9 +97,10 @@ def mixed_shapes(limits: RowLimits) -> list[Shape]:
     sizes = {size for size in (*_SMALL_TOKENS, *range(192, most, _TOKEN_STEP)) if size < most} | {most}
     shapes = []
     for size in sorted(sizes):
-        decodes = min(limits.max_num_seqs, size)
-        prompts = min(limits.max_num_seqs, MOST_PROMPTS, max(1, size // 2))
-        shapes.append(Shape(size, decodes, prompts, min(limits.max_num_seqs, decodes + prompts)))
+        # Few rows, then as many as there can be: padding rows cost the attention and the output head something.
+        for rows in sorted({min(few, limits.max_num_seqs, size) for few in (_FEW_ROWS, size)}):
+            prompts = min(rows, MOST_PROMPTS, max(1, size // 2))
+            shapes.append(Shape(size, rows, prompts, min(limits.max_num_seqs, rows + prompts)))
     return shapes
 
 

@@ -188,7 +188,7 @@ class _Layer:
         )
         x = self._output(ops, attended.view(num_tokens, -1))
         x, residual = ops.rms_norm(x, self._mlp_norm, self._eps, residual)
-        return self._down(ops, ops.silu_and_mul(self._gate_up(ops, x))), residual
+        return self._down(ops, self._gate_up.gated(ops, x)), residual
 
 
 def _times(part: slice, factor: int) -> slice:

@@ -89,6 +89,10 @@ class ColumnParallel:
         """Project [num_tokens, in_features] to [num_tokens, sum of this rank's features]."""
         return ops.linear(x, self.weight, self.bias)
 
+    def gated(self, ops: Ops, x: Tensor) -> Tensor:
+        """Project two fused projections, gate first, to ``silu(gate) * up``: [num_tokens, half of the features]."""
+        return ops.linear_silu_and_mul(x, self.weight, self.bias)
+
 
 class RowParallel:
     """A projection whose input is split: each rank computes its share of the sum."""
