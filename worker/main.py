@@ -1,5 +1,6 @@
 """The worker process."""
 
+import gc
 import logging
 import time
 
@@ -45,6 +46,9 @@ def _serve(config: WorkerConfig, stop: StopSignal, context: "zmq.Context[zmq.Soc
     try:
         loaded = load(config, lambda: keep_in_touch(peer, stop))
         identity.facts = loaded.facts
+        # What is loaded stays: the collector need not look through it again, which would hold up a step.
+        gc.collect()
+        gc.freeze()
         peer.reset("the model is loaded")  # so that the next Hello, with the facts, goes out at once
         WorkerLoop(peer, loaded.runner, stop).run()
     except LoadingStopped:

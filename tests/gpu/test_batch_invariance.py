@@ -1,6 +1,6 @@
 """A batch-invariant worker gives a sequence the same ids and bits whatever surrounds it and however it is cut up.
 
-Without a GPU Triton's interpreter runs a tiny model; on one, a larger one runs too.
+The tiny model runs through Triton's interpreter too, when that is asked for; the larger one needs a GPU.
 """
 
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 from octavo.wire.plan import RowSampling
 from octavo.worker.gpu.runner import GpuRunner
+from tests.support.gpu import CUDA, ON_GPU_OR_INTERPRETED, load_gpu
 from tests.support.plan_driver import PlanDriver, generate, logprob_bits, tokens_of
-from tests.support.tiny_models import TINY_LLAMA, load_worker, write_model
+from tests.support.tiny_models import TINY_LLAMA, write_model
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = ON_GPU_OR_INTERPRETED
+
 SAMPLINGS = (
     RowSampling(seed=0, temperature=0.0, logprobs=4),
     RowSampling(seed=2**64 - 5, temperature=0.9, logprobs=4),
@@ -85,28 +85,14 @@ def folder(scale: Scale, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), scale.model)
 
 
-def load(folder: Path, scale: Scale, *, enforce_eager: bool) -> GpuRunner:
-    loaded = load_worker(
-        folder,
-        backend="triton",
-        device=DEVICE,
-        batch_invariant=True,
-        enforce_eager=enforce_eager,
-        **scale.settings,
-    )
-    assert loaded.facts.backend == "triton"
-    assert isinstance(loaded.runner, GpuRunner)
-    return loaded.runner
-
-
 @pytest.fixture(scope="module")
 def eager(folder: Path, scale: Scale) -> GpuRunner:
-    return load(folder, scale, enforce_eager=True)
+    return load_gpu(folder, batch_invariant=True, enforce_eager=True, **scale.settings)
 
 
 @pytest.fixture(scope="module")
 def captured(folder: Path, scale: Scale) -> GpuRunner:
-    return load(folder, scale, enforce_eager=False)
+    return load_gpu(folder, batch_invariant=True, **scale.settings)
 
 
 def prompt_of(scale: Scale, row: int) -> list[int]:

@@ -1,6 +1,7 @@
 """Bits of the batch-invariant GPU operations: nothing about the rest of a step may change one token's result."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import octavo.kernels.gpu
 from octavo.kernels.gpu import invariant
 from octavo.kernels.gpu.matmul import has_descriptors
 from octavo.kernels.ops import get_ops
+from tests.support.gpu import load_gpu, write_tiny
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -42,6 +44,14 @@ def test_the_variant_has_every_operation() -> None:
     assert get_ops("triton") is octavo.kernels.gpu
     with pytest.raises(ValueError, match="backend 'cpu' is not batch-invariant; those are reference, triton"):
         get_ops("cpu", batch_invariant=True)
+
+
+def test_a_worker_takes_the_variant_that_it_is_told_to(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "model")
+    for is_told, ops in ((True, invariant), (False, octavo.kernels.gpu)):
+        runner = load_gpu(folder, dtype="float32", batch_invariant=is_told, enforce_eager=True)
+        assert runner._ops is ops
+        assert runner._model._ops is ops
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

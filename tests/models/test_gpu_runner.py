@@ -78,9 +78,9 @@ def run_ahead(runner: GpuRunner, plans: list[StepPlan], depth: int) -> list[Step
 def test_one_sequence_draws_what_the_reference_draws(
     runner: GpuRunner, expected_by: EagerRunner, name: str
 ) -> None:
-    for chunk in (32, 4):
-        ids, _ = generate(runner, PROMPT, 8, EVERY[name], chunk=chunk)
-        assert ids == generate(expected_by, PROMPT, 8, EVERY[name], chunk=chunk)[0]
+    for chunk, count in ((32, 5), (4, 2)):
+        ids, _ = generate(runner, PROMPT, count, EVERY[name], chunk=chunk)
+        assert ids == generate(expected_by, PROMPT, count, EVERY[name], chunk=chunk)[0]
 
 
 def mixed_plans(seed: int, num_steps: int) -> list[StepPlan]:
@@ -112,11 +112,11 @@ def mixed_plans(seed: int, num_steps: int) -> list[StepPlan]:
     return plans
 
 
-@pytest.mark.parametrize("seed", range(3 if not CUDA else 20))
+@pytest.mark.parametrize("seed", range(20 if CUDA else 1))
 def test_any_mix_of_rows_draws_what_the_reference_draws(
     runner: GpuRunner, expected_by: EagerRunner, seed: int
 ) -> None:
-    plans = mixed_plans(seed, 14 if not CUDA else 60)
+    plans = mixed_plans(seed, 40 if CUDA else 10)
     expected = [expected_by.execute(plan) for plan in plans]
     for step, (ours, theirs) in enumerate(zip(run_ahead(runner, plans, 3), expected, strict=True)):
         assert list(unpack_ints(ours.row)) == list(unpack_ints(theirs.row)), step
