@@ -212,12 +212,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="decode steps only")
+    parser.add_argument("--quick", action="store_true", help="decode steps only, and their profile at batch 64")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = write_config_folder(options.model, Path(folder))
-        config = WorkerConfig(model_path=path, address="ipc:///unused", load_format="dummy", device="cuda", max_model_len=8192)
+        config = WorkerConfig(
+            model_path=path, address="ipc:///unused", load_format="dummy", device="cuda", max_model_len=8192
+        )
         bench = Bench(options.model, config)
     for batch in options.batches:
         bench.decode(batch, options.steps)
@@ -230,11 +232,12 @@ def main() -> None:
         for length in (60, 120, 180, 220, 300, 500, 800):
             bench.mixed(200, length, 16)
     if options.profile:
-        for batch in (1, 64, 256):
+        for batch in (64,) if options.quick else (1, 64, 256):
             bench.profile_decode(batch)
-        bench.profile_mixed(200, 220)
-        bench.profile_mixed(0, 512)
-        bench.profile_prompts(8, 1024)
+        if not options.quick:
+            bench.profile_mixed(200, 220)
+            bench.profile_mixed(0, 512)
+            bench.profile_prompts(8, 1024)
     if options.out is not None:
         record(options.out, "benchmarks/gpu_steps.py", bench.lines)
 

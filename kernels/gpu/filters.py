@@ -244,7 +244,9 @@ def filter_logits(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Ten
     if rows == 0:
         return
     device, num_groups = logits.device, triton.cdiv(vocabulary, GROUP)
-    maxima, masses = torch.empty(2, rows, num_groups, dtype=torch.float32, device=device)
+    # Two allocations: halves of one would be aligned differently for different numbers of rows.
+    maxima = torch.empty(rows, num_groups, dtype=torch.float32, device=device)
+    masses = torch.empty(rows, num_groups, dtype=torch.float32, device=device)
     listed = torch.empty(rows, num_groups, dtype=torch.int32, device=device)
     cuts = torch.empty(rows, dtype=torch.int64, device=device)
     near = torch.empty(rows, BUFFER, dtype=torch.int64, device=device)

@@ -114,7 +114,9 @@ def logprobs(raw_logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, Tensor,
     top_ids = torch.empty(rows, k, dtype=torch.int64, device=device)
     if rows == 0:
         return logprob, rank, top_ids, logprob.new_empty(rows, k)
-    maxima, masses = torch.empty(2, rows, num_groups, dtype=torch.float32, device=device)
+    # Two allocations: halves of one would be aligned differently for different numbers of rows.
+    maxima = torch.empty(rows, num_groups, dtype=torch.float32, device=device)
+    masses = torch.empty(rows, num_groups, dtype=torch.float32, device=device)
     numbers = torch.empty(rows, num_groups, dtype=torch.int32, device=device)
     orders = torch.empty(rows, num_groups, dtype=torch.int64, device=device)
     norms = torch.empty(rows, dtype=torch.float64, device=device)

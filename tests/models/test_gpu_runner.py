@@ -75,9 +75,7 @@ def run_ahead(runner: GpuRunner, plans: list[StepPlan], depth: int) -> list[Step
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_one_sequence_draws_what_the_reference_draws(
-    runner: GpuRunner, expected_by: EagerRunner, name: str
-) -> None:
+def test_one_sequence_draws_what_the_reference_draws(runner: GpuRunner, expected_by: EagerRunner, name: str) -> None:
     for chunk, count in ((32, 5), (4, 2)):
         ids, _ = generate(runner, PROMPT, count, EVERY[name], chunk=chunk)
         assert ids == generate(expected_by, PROMPT, count, EVERY[name], chunk=chunk)[0]
@@ -113,9 +111,7 @@ def mixed_plans(seed: int, num_steps: int) -> list[StepPlan]:
 
 
 @pytest.mark.parametrize("seed", range(20 if CUDA else 1))
-def test_any_mix_of_rows_draws_what_the_reference_draws(
-    runner: GpuRunner, expected_by: EagerRunner, seed: int
-) -> None:
+def test_any_mix_of_rows_draws_what_the_reference_draws(runner: GpuRunner, expected_by: EagerRunner, seed: int) -> None:
     plans = mixed_plans(seed, 40 if CUDA else 10)
     expected = [expected_by.execute(plan) for plan in plans]
     for step, (ours, theirs) in enumerate(zip(run_ahead(runner, plans, 3), expected, strict=True)):
@@ -236,5 +232,3 @@ def test_the_largest_step_can_be_tried_without_a_trace(runner: GpuRunner) -> Non
     runner.profile()
     assert all(torch.equal(cache.keys, keys) for cache, keys in zip(runner._caches, before, strict=True))
     assert len(runner.rows) == 0
-
-
