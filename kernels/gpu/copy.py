@@ -43,8 +43,8 @@ def copy_blocks(key_cache: Tensor, value_cache: Tensor, src: Tensor, dst: Tensor
     _copy_blocks_kernel[grid](
         key_cache.view(bits),
         value_cache.view(bits),
-        src,
-        dst,
+        src.contiguous(),
+        dst.contiguous(),
         block_size,
         key_cache.stride(0),
         value_cache.stride(0),

@@ -119,8 +119,7 @@ def copy_blocks(guards: Guards) -> None:
     shape = (BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
     keys, values = (guards.copy(random(*shape)) for _ in "kv")
     before = keys.clone(), values.clone()
-    source = torch.tensor([1, BLOCKS - 1, 3], device=DEVICE)
-    target = torch.tensor([BLOCKS - 2, 0, 2], device=DEVICE)
+    source, target = torch.tensor([[1, BLOCKS - 2], [BLOCKS - 1, 0], [3, 2]], device=DEVICE).unbind(1)
     OPS.copy_blocks(keys, values, source, target)
     for got, expected in zip((keys, values), before, strict=True):
         expected[target] = expected[source]

@@ -7,11 +7,14 @@ import pytest
 from octavo.wire.columns import unpack_floats
 from octavo.wire.plan import RowSampling
 from octavo.worker.loading import LoadedWorker
-from tests.support.gpu import ON_GPU
-from tests.support.plan_driver import PlanDriver, tokens_of
+from tests.support.gpu import CUDA, ON_GPU_OR_INTERPRETED, load_gpu, needs_cuda, write_tiny
+from tests.support.plan_driver import PlanDriver, faults_of, tokens_of
+from tests.support.random_traffic import RandomTraffic
 from tests.support.tiny_models import TINY_LLAMA, load_worker, write_model
 
-pytestmark = ON_GPU
+pytestmark = ON_GPU_OR_INTERPRETED
+
+NUM_STEPS = 400 if CUDA else 12
 
 SHAPE = TINY_LLAMA | {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
 
@@ -40,6 +43,7 @@ SAMPLINGS = {
 }
 
 
+@needs_cuda
 @pytest.mark.parametrize(("backend", "name"), [*(("auto", name) for name in SAMPLINGS), ("reference", "filters")])
 def test_cuda_draws_what_the_cpu_draws(tmp_path: Path, name: str, backend: str) -> None:
     sampling = SAMPLINGS[name]
@@ -53,6 +57,7 @@ def test_cuda_draws_what_the_cpu_draws(tmp_path: Path, name: str, backend: str) 
         assert cuda_logprobs == pytest.approx(cpu_logprobs, abs=1e-3), step
 
 
+@needs_cuda
 def test_cuda_serves_the_checkpoint_dtype(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", SHAPE | {"dtype": "bfloat16"})
     worker = load_worker(folder, device="auto", backend="auto")
@@ -84,6 +89,7 @@ def run_shared(worker: LoadedWorker, sampling: RowSampling, num_steps: int) -> l
     return steps
 
 
+@needs_cuda
 def test_cuda_shares_blocks_as_the_cpu_does(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", SHAPE)
     sampling = RowSampling(seed=5, temperature=0.9, top_p=0.95, presence_penalty=0.3)
@@ -91,3 +97,17 @@ def test_cuda_shares_blocks_as_the_cpu_does(tmp_path: Path) -> None:
     on_cuda = run_shared(load_worker(folder, device="cuda", backend="auto", dtype="float32"), sampling, 30)
     assert all(set(tokens) == {1, 3, 5, 6} for tokens in on_cpu)
     assert on_cuda == on_cpu
+
+
+def test_random_traffic_draws_what_the_cpu_draws(tmp_path: Path) -> None:
+    """With a pool that is too small for the rows: hits, forks, copies, preemptions, all kinds of sampling."""
+    folder = write_tiny(tmp_path / "model")
+    pool = {"block_size": 8, "num_gpu_blocks_override": 24}
+    on_cpu, on_cuda = load_worker(folder, **pool).runner, load_gpu(folder, dtype="float32", **pool)
+    traffic = RandomTraffic(on_cuda.rows.limits, seed=7)
+    for step in range(NUM_STEPS):
+        plan = traffic.next_plan()
+        expected = on_cpu.execute(plan)
+        result = on_cuda.execute(plan)
+        assert (tokens_of(result), faults_of(result)) == (tokens_of(expected), faults_of(expected)), step
+        traffic.note(result)

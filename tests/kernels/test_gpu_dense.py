@@ -94,7 +94,8 @@ def test_blocks_are_copied_whole(order: tuple[int, ...] | str, dtype: torch.dtyp
     if dtype is torch.float8_e4m3fn and isinstance(order, str):
         pytest.skip("plain PyTorch copies these, and its index has no float8")
     before = keys.float(), values.float()
-    copy_blocks(keys, values, torch.tensor([1, 1, 5], device=DEVICE), torch.tensor([2, 4, 0], device=DEVICE))
+    pairs = torch.tensor([[1, 2], [1, 4], [5, 0]], device=DEVICE)
+    copy_blocks(keys, values, *pairs.unbind(1))  # columns need not be contiguous
     for cache, old in zip((keys, values), before, strict=True):
         assert torch.equal(cache.float(), old[[5, 1, 1, 3, 1, 5, 6, 7, 8]])
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)

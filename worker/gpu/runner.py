@@ -142,8 +142,8 @@ class GpuRunner:
             state = begun.state
             self._samplers[begun.row] = RowSampler(state.sampling, state.choice, self._device)
         if delta.copies:
-            columns = to_device([block for pair in delta.copies for block in pair], torch.int64, self._device)
-            source, target = columns.view(-1, 2).unbind(1)
+            sources, targets = zip(*delta.copies, strict=True)
+            source, target = to_device([*sources, *targets], torch.int64, self._device).view(2, -1)
             for cache in self._caches:
                 self._ops.copy_blocks(cache.keys, cache.values, source, target)
 
