@@ -71,13 +71,12 @@ class Ops(Protocol):
         scale: float,
         *,
         num_decodes: int = 0,
-        max_query_len: int | None = None,
         window: int = 0,
         softcap: float = 0.0,
     ) -> Tensor:
         """[T, nq, d], caches, tables [R, max_blocks] int32, [R + 1] int32, [R] int32 -> [T, nq, d].
 
-        `num_decodes` and `max_query_len` say what the caller knows of the rows and change no result.
+        `num_decodes` says how many rows with at most one token come first; it changes no result.
         """
         ...
 

@@ -168,7 +168,6 @@ def paged_attention(
     scale: float,
     *,
     num_decodes: int = 0,
-    max_query_len: int | None = None,
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
@@ -184,7 +183,7 @@ def paged_attention(
 
     ``num_decodes`` says that so many rows come first that have exactly one query each: query i of row i is token i. Rows
     of padding among them have a seq_len of 0 and may own no query, their tokens then belong to later rows or to none.
-    ``max_query_len`` says that no row has more queries. Both are hints and change no result.
+    It is a hint and changes no result.
 
     Each query is computed in a tile of 8 queries against tiles of 64 keys in ascending order with a running softmax
     (Milakov and Gimelshein 2018, arXiv 1805.02867); a tile that a query does not see leaves its bits as they were.

@@ -17,5 +17,9 @@ class MemoryShortage(StartError):
     """What was asked for does not fit; the message names need and free."""
 
 
+class DeviceHung(Exception):
+    """The device does not come to the end of what it was given; only another process can use it again, if any."""
+
+
 class PlanError(Exception):
     """A plan contradicts the rows: the state is damaged, so the session must end and every row with it."""

@@ -9,9 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from octavo.kernels.ops import Ops, get_ops
-from octavo.wire.columns import pack_ints
 from octavo.wire.handshake import WorkerFacts
-from octavo.wire.plan import FLAG_SAMPLE, NewRow, RowSampling, StepPlan
 from octavo.worker import backends, kv_cache, memory
 from octavo.worker.config import WorkerConfig
 from octavo.worker.errors import MemoryShortage, StartError
@@ -20,7 +18,9 @@ from octavo.worker.mirror import RowLimits
 from octavo.worker.models.config import ModelConfig, load_model_config
 from octavo.worker.models.decoder import Decoder
 from octavo.worker.models.layers import Placement, ShardSpec
+from octavo.worker.rehearsal import rehearsed
 from octavo.worker.runner import EagerRunner, Runner
+from octavo.worker.warmup import warm_up
 from octavo.worker.weights import fill_dummy, load_weights
 
 logger = logging.getLogger(__name__)
@@ -82,18 +82,22 @@ def load(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWor
     device = chosen.placement.device
     ops = get_ops(chosen.backend, batch_invariant=config.batch_invariant)
     _check_memory(chosen)
-    model = _load_model(chosen, ops, between_tensors)
-    loaded = time.monotonic()
+    with rehearsed(ops, chosen.model.vocab_size, chosen.valid_vocab, device):
+        model = _load_model(chosen, ops, between_tensors)
+        loaded = time.monotonic()
 
-    def make_runner(num_blocks: int) -> Runner:
-        return _make_runner(chosen, model, ops, num_blocks)
+        def make_runner(num_blocks: int) -> Runner:
+            return _make_runner(chosen, model, ops, num_blocks)
 
+        if device.type == "cuda":
+            with memory.named_shortage(device, "the largest step", _SMALLER_STEPS):
+                make_runner(kv_cache.MIN_BLOCKS).profile()  # compiles the model's kernels beside those of the sampler
     measured = _profile(chosen, make_runner) if device.type == "cuda" else None
     num_blocks = kv_cache.choose_num_blocks(config, chosen.cache, measured)
     with memory.named_shortage(device, "the KV cache and the warm-up", "leave it more of the device"):
         runner = make_runner(num_blocks)
         between_tensors()
-        _warm_up(runner)
+        warm_up(runner)
         if not config.enforce_eager:
             _capture(runner, device)
     facts = _facts(chosen, num_blocks)
@@ -170,10 +174,16 @@ def _profile(chosen: _Choices, make_runner: Callable[[int], Runner]) -> memory.D
     """Measure what weights and the largest step take; the runner that is tried has the smallest cache there is."""
     device = chosen.placement.device
     captures = chosen.backend == "triton" and not chosen.config.enforce_eager
+
+    def largest_step() -> None:
+        runner = make_runner(kv_cache.MIN_BLOCKS)
+        runner.profile()
+        runner.profile_sampling()
+
     with memory.named_shortage(device, "the largest step", _SMALLER_STEPS):
         measured = memory.measure(
             device,
-            lambda: make_runner(kv_cache.MIN_BLOCKS).profile(),
+            largest_step,
             graphs=memory.GRAPH_BYTES if captures else 0,
         )
     logger.info(
@@ -291,30 +301,3 @@ def _valid_vocab(config: WorkerConfig, model: ModelConfig) -> int:
     if size > model.vocab_size:
         raise StartError(f"{path} has ids up to {size - 1}, but the embedding has only {model.vocab_size} rows")
     return size
-
-
-def _warm_up(runner: Runner) -> None:
-    """Run a short prefill, then a mixed step, so that the first request finds everything loaded and compiled."""
-    limits = runner.rows.limits
-    prompt = max(1, min(4, limits.block_size - 1, limits.max_num_batched_tokens - 1, limits.max_model_len - 2))
-    runner.execute(_warm_up_plan(1, {0: prompt}, prompt))
-    if prompt + 1 <= min(limits.block_size, limits.max_num_batched_tokens, limits.max_model_len - 1) and (
-        limits.max_num_seqs > 1 and limits.num_blocks > kv_cache.MIN_BLOCKS
-    ):
-        runner.execute(_warm_up_plan(2, {0: 1, 1: prompt}, prompt))
-    runner.clear()
-
-
-def _warm_up_plan(step: int, counts: dict[int, int], prompt: int) -> StepPlan:
-    """Return a plan whose last row is new and takes the block behind the null block that has its number."""
-    new = max(counts)
-    return StepPlan(
-        epoch=0,
-        step=step,
-        row=pack_ints(counts.keys()),
-        num_tokens=pack_ints(counts.values()),
-        flags=pack_ints([FLAG_SAMPLE] * len(counts)),
-        new_rows=(NewRow(new, "warm-up", 0, prompt, 0, pack_ints([0] * prompt), RowSampling(seed=0)),),
-        append_row=pack_ints([new]),
-        append_block=pack_ints([new + 1]),
-    )

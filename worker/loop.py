@@ -62,6 +62,8 @@ class WorkerLoop:
         self._runner = runner
         self._stop = stop
         self._last_step = 0
+        self._poller = zmq.Poller()
+        self._polled: zmq.Socket[bytes] | None = None
 
     def run(self) -> None:
         """Serve until the stop signal.
@@ -87,10 +89,7 @@ class WorkerLoop:
         self._peer.leave("the worker was told to stop")
 
     def _wait(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._peer.channel.socket, zmq.POLLIN)
-        poller.register(self._peer.channel.monitor, zmq.POLLIN)
-        poller.register(self._stop.fileno(), zmq.POLLIN)
+        poller = self._current_poller()
         if self._runner.num_in_flight:
             # Nothing wakes a thread when a GPU has come so far: while it works, look often.
             if not poller.poll(0):
@@ -99,6 +98,17 @@ class WorkerLoop:
         # Without a session a Hello may be due earlier than a heartbeat.
         wait_s = HEARTBEAT_INTERVAL_S if self._peer.session_id is not None else HEARTBEAT_INTERVAL_S / 10
         poller.poll(int(wait_s * 1000))
+
+    def _current_poller(self) -> zmq.Poller:
+        """Return a poller of the channel's present socket: a new session may have a new one."""
+        channel = self._peer.channel
+        if self._polled is not channel.socket:
+            self._polled = channel.socket
+            self._poller = zmq.Poller()
+            self._poller.register(channel.socket, zmq.POLLIN)
+            self._poller.register(channel.monitor, zmq.POLLIN)
+            self._poller.register(self._stop.fileno(), zmq.POLLIN)
+        return self._poller
 
     def _launch(self, plan: StepPlan) -> bool:
         """Start what a plan asks for; False if this ended the session."""

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import time
 
 import zmq
@@ -10,16 +11,17 @@ from octavo.wire.channel import DealerChannel
 from octavo.wire.errors import WireError
 from octavo.wire.ids import new_boot_id
 from octavo.wire.model_digest import model_digest
-from octavo.wire.peer import Peer
+from octavo.wire.peer import Peer, PeerRefused
 from octavo.wire.signals import StopSignal
 from octavo.worker.config import WorkerConfig
-from octavo.worker.errors import StartError
+from octavo.worker.errors import DeviceHung, StartError
 from octavo.worker.loading import load
 from octavo.worker.loop import LoadingStopped, WorkerIdentity, WorkerLoop, keep_in_touch
 
 logger = logging.getLogger(__name__)
 
 EXIT_OK = 0
+EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
 """Starting again would not help."""
 
@@ -29,9 +31,13 @@ def run(config: WorkerConfig) -> int:
     try:
         with StopSignal() as stop, zmq.Context() as context:
             _serve(config, stop, context)
-    except (StartError, WireError) as error:
+    except (StartError, PeerRefused) as error:
         logger.error("%s", error)
         return EXIT_CONFIGURATION
+    except DeviceHung as error:
+        logger.critical("%s; this process ends, so that another one can try", error)
+        logging.shutdown()
+        os._exit(EXIT_FAILED)  # an orderly end would wait for the device
     return EXIT_OK
 
 
@@ -42,7 +48,11 @@ def _serve(config: WorkerConfig, stop: StopSignal, context: "zmq.Context[zmq.Soc
     except OSError as error:
         raise StartError(f"{config.model_path} is no model folder: config.json: {error.strerror}") from error
     identity = WorkerIdentity(digest, boot_id)
-    peer = Peer(DealerChannel(context, config.address, boot_id), identity.hello, time.monotonic)
+    try:
+        channel = DealerChannel(context, config.address, boot_id)
+    except WireError as error:
+        raise StartError(str(error)) from error
+    peer = Peer(channel, identity.hello, time.monotonic)
     try:
         loaded = load(config, lambda: keep_in_touch(peer, stop))
         identity.facts = loaded.facts

@@ -82,7 +82,10 @@ def named_shortage(device: torch.device, what: str, remedy: str) -> Iterator[Non
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        # The driver's own shortages (of a graph, of a module) come as plain errors of CUDA.
+        if "out of memory" not in str(error):
+            raise
         free, total = free_and_total(device)
         raise MemoryShortage(
             f"{what} ran out of memory: {in_words(free)} of {in_words(total)} are free on {device}, "

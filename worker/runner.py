@@ -10,6 +10,7 @@ from octavo.kernels.ops import Ops
 from octavo.wire.plan import StepPlan, StepResult
 from octavo.worker.mirror import RowLimits
 from octavo.worker.models.decoder import Batch, Decoder, KVCache
+from octavo.worker.rehearsal import MANY_LOGPROBS, draw_everything
 from octavo.worker.results import step_result
 from octavo.worker.rows import Rows
 from octavo.worker.sampler import Sampled, draw
@@ -48,6 +49,10 @@ class Runner(Protocol):
 
     def profile(self) -> None:
         """Run the largest step once, without touching any row or block: what it takes at its peak is then known."""
+        ...
+
+    def profile_sampling(self) -> None:
+        """Draw an id for as many rows as there can be, each of which wants everything and is as long as it may be."""
         ...
 
     def capture(self) -> None:
@@ -98,7 +103,6 @@ def profile_batch(limits: RowLimits, device: torch.device) -> Batch:
         query_start=torch.tensor([0, length], dtype=torch.int32, device=device),
         seq_lens=column(length, 1, torch.int32),
         logits_index=column(0, min(limits.max_num_seqs, num_tokens), torch.int32),
-        max_query_len=length,
     )
 
 
@@ -125,6 +129,14 @@ class EagerRunner:
     def profile(self) -> None:
         """Run the largest step once, without touching any row or block."""
         self._model.forward(profile_batch(self.rows.limits, self._device), self._caches).float()
+
+    @torch.inference_mode()
+    def profile_sampling(self) -> None:
+        """Draw an id for as many rows as there can be, each of which wants everything."""
+        limits = self.rows.limits
+        logits = self._model.empty_logits(limits.max_num_seqs).zero_().float()
+        ids = torch.zeros_like(self.rows.ids[:1])
+        draw_everything(self._ops, logits, ids, self._valid_vocab, MANY_LOGPROBS)
 
     def capture(self) -> None:
         """Do nothing: there is nothing to capture."""
@@ -166,7 +178,10 @@ class EagerRunner:
                 logits = logits[planned.logits_of]
             rows = [self.rows.sampling_row(row) for row in planned.sampling_rows]
             if rows:
-                sampled = draw(self._ops, logits, self.rows.ids, rows, self._valid_vocab).collect()
+                drawn = draw(self._ops, logits, self.rows.ids, rows, self._valid_vocab)
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()
+                sampled = drawn.collect()
         for row, outcome in zip(planned.sampling_rows, sampled, strict=True):
             self.rows.store(row, PLACEHOLDER_TOKEN if outcome.token is None else outcome.token)
         return step_result(plan, planned.sampling_rows, sampled, (time.monotonic_ns() - started) // 1000)

@@ -4,7 +4,8 @@ Order: allowed ids, min_tokens and logit bias, penalties, temperature, min-p, to
 depends on seed, choice and output position alone. Log-probabilities are of the raw logits. Rows that use none of this
 cost nothing more than the most likely id.
 
-`draw` only enqueues work on the device of the logits; `Drawn.collect` looks at what came of it, and waits on a GPU.
+`draw` only enqueues work on the device of the logits; `Drawn.collect` looks at what came of it, once the caller has
+waited for that.
 """
 
 from copy import copy
@@ -144,7 +145,7 @@ def draw(ops: Ops, logits: Tensor, ids: Tensor, rows: list[SamplingRow], valid_v
         rows: the S rows.
         valid_vocab_size: ids from here on pad the embedding and are never drawn.
     """
-    nonfinite = ops.first_nonfinite(logits)
+    nonfinite = ops.first_nonfinite(logits[:, :valid_vocab_size])
     if logits.is_cuda or bool(nonfinite.any()):
         # What these rows draw is thrown away; a NaN would break rules of the filters.
         logits.masked_fill_(nonfinite[:, None], 0.0)

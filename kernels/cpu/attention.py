@@ -97,7 +97,6 @@ def paged_attention(
     scale: float,
     *,
     num_decodes: int = 0,
-    max_query_len: int | None = None,
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:

@@ -56,13 +56,12 @@ def paged_attention(
     scale: float,
     *,
     num_decodes: int = 0,
-    max_query_len: int | None = None,
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
     """Attend as ``octavo.kernels.gpu.paged_attention`` does, rows with one query in the same way as all others.
 
-    ``num_decodes`` and ``max_query_len`` are not looked at. The kernel for rows with one query would share out a row's
+    ``num_decodes`` is not looked at. The kernel for rows with one query would share out a row's
     keys by the lengths of all rows.
     """
     return attention.paged_attention(

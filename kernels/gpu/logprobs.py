@@ -78,7 +78,7 @@ def _row_kernel(
     tl.store(orders + row * num_groups + groups, place_of(ordered(greatest), groups), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chosen"])
 def _candidates_kernel(logits, order, candidates, logits_stride, vocabulary, num_chosen, ID_MASK: tl.constexpr):
     """Places of the ids of one chosen group."""
     row, index = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -193,7 +193,9 @@ def rotary_and_write_kv(
     q, k, v = _side_by_side(q), _side_by_side(k), _side_by_side(v)
     rotated = cos_sin.shape[-1]
     padded = triton.next_power_of_2(head_size)
-    tile = _TILE // 2 if num_tokens <= _FEW_TOKENS else _TILE
+    # The order in which a norm's squares are added follows the tile: with norms it must not depend on the other tokens.
+    few = num_tokens <= _FEW_TOKENS and q_norm is None and k_norm is None
+    tile = _TILE // 2 if few else _TILE
     heads = min(max(1, tile // padded), triton.next_power_of_2(num_heads))
     overlap = overlaps(q)
     grid = (num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))

@@ -146,7 +146,7 @@ def test_window_and_soft_cap_of_the_reference(implementation: object, window: in
     step = Step(MIXED, (4, 2, 64), heads_first=False)
     step.scale = 1.5
     arguments = [x.cpu() if isinstance(x, Tensor) else x for x in step.arguments()]
-    options = {"window": window, "softcap": softcap, "num_decodes": 4, "max_query_len": 40}
+    options = {"window": window, "softcap": softcap, "num_decodes": 4}
     out = implementation(*arguments, **options)  # type: ignore[operator]
     torch.testing.assert_close(out.double(), step.formula(window, softcap), rtol=1e-5, atol=1e-5)
 

@@ -123,13 +123,41 @@ def mixed_plans(seed: int, num_steps: int) -> list[StepPlan]:
 def test_any_mix_of_rows_draws_what_the_reference_draws(runner: GpuRunner, expected_by: EagerRunner, seed: int) -> None:
     plans = mixed_plans(seed, 40 if CUDA else 10)
     expected = [expected_by.execute(plan) for plan in plans]
-    for step, (ours, theirs) in enumerate(zip(run_ahead(runner, plans, 3), expected, strict=True)):
+    parted = Parted()
+    for step, (plan, ours, theirs) in enumerate(zip(plans, run_ahead(runner, plans, 3), expected, strict=True)):
+        parted.follow(plan)
         assert list(unpack_ints(ours.row)) == list(unpack_ints(theirs.row)), step
-        assert tokens_of(ours) == tokens_of(theirs), step
         assert faults_of(ours) == faults_of(theirs), step
+        same = parted.compare(tokens_of(ours), tokens_of(theirs))
         for mine, reference in zip(ours.logprobs, theirs.logprobs, strict=True):
-            assert mine.top_ids == reference.top_ids, step
-            assert mine.logprob == pytest.approx(reference.logprob, abs=1e-3), step
+            if mine.row in same:
+                assert mine.top_ids == reference.top_ids, step
+                assert mine.logprob == pytest.approx(reference.logprob, abs=1e-3), step
+    # On a GPU sums are made in another order: once in ten thousand draws that decides between two ids.
+    assert parted.count <= (2 if CUDA else 0)
+
+
+class Parted:
+    """Rows that drew other ids than the reference once, until they begin anew."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._rows: set[int] = set()
+
+    def follow(self, plan: StepPlan) -> None:
+        self._rows -= {*unpack_ints(plan.freed_rows), *(new.row for new in plan.new_rows)}
+        for source, target in zip(unpack_ints(plan.fork_src), unpack_ints(plan.fork_dst), strict=True):
+            self._rows.discard(target)
+            if source in self._rows:
+                self._rows.add(target)
+
+    def compare(self, ours: dict[int, int], theirs: dict[int, int]) -> set[int]:
+        """Note rows that part here; return those that drew the same and have the same past."""
+        together = {row for row in theirs if row not in self._rows}
+        parting = {row for row in together if ours[row] != theirs[row]}
+        self.count += len(parting)
+        self._rows |= parting
+        return together - parting
 
 
 def test_a_row_that_begins_with_cached_blocks_reads_them(runner: GpuRunner, expected_by: EagerRunner) -> None:
@@ -146,6 +174,22 @@ def test_a_row_that_begins_with_cached_blocks_reads_them(runner: GpuRunner, expe
     assert [tokens_of(r) for r in run_ahead(runner, plans(), 2)] == [
         tokens_of(expected_by.execute(plan)) for plan in plans()
     ]
+
+
+def test_forks_that_copy_their_last_block_in_one_plan_keep_apart(runner: GpuRunner, expected_by: EagerRunner) -> None:
+    def plans() -> list[StepPlan]:
+        driver = PlanDriver(4, 129)
+        driver.begin(0, PROMPT[:6], PLAIN)
+        driver.fork(0, 3, 1)
+        driver.fork(0, 5, 2)
+        driver.fork(0, 1, 3)
+        first = driver.plan({0: 6})
+        copying = driver.plan({3: 1, 5: 1, 1: 1, 0: 1})
+        assert len(unpack_ints(copying.copy_row)) == 3
+        return [first, copying, driver.plan({0: 1, 1: 1, 3: 1, 5: 1})]
+
+    expected = [tokens_of(expected_by.execute(plan)) for plan in plans()]
+    assert [tokens_of(result) for result in run_ahead(runner, plans(), 2)] == expected
 
 
 def break_logits(monkeypatch: pytest.MonkeyPatch, line: int, value: float) -> None:
@@ -233,5 +277,6 @@ def test_the_largest_step_can_be_tried_without_a_trace(runner: GpuRunner) -> Non
     fill_caches(runner, 0.0)
     before = [cache.keys.clone() for cache in runner._caches]
     runner.profile()
+    runner.profile_sampling()
     assert all(torch.equal(cache.keys, keys) for cache, keys in zip(runner._caches, before, strict=True))
     assert len(runner.rows) == 0

@@ -194,7 +194,7 @@ def test_weights_that_exceed_the_share(folder: Path, monkeypatch: pytest.MonkeyP
 def test_the_largest_step_is_tried_with_the_smallest_cache(
     folder: Path, monkeypatch: pytest.MonkeyPatch, backend: str, eager: bool, graphs: int
 ) -> None:
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[str, int]] = []
 
     def measure(device: torch.device, largest_step: Callable[[], object], graphs: int) -> DeviceMemory:
         largest_step()
@@ -202,13 +202,14 @@ def test_the_largest_step_is_tried_with_the_smallest_cache(
 
     def make_runner(num_blocks: int) -> EagerRunner:
         runner = EagerRunner.__new__(EagerRunner)
-        monkeypatch.setattr(runner, "profile", lambda: seen.append((num_blocks, len(seen))))
+        for part in ("profile", "profile_sampling"):
+            monkeypatch.setattr(runner, part, lambda part=part: seen.append((part, num_blocks)))
         return runner
 
     monkeypatch.setattr(memory, "measure", measure)
     chosen = replace(choices(folder, "cuda", enforce_eager=eager), backend=backend)
     assert loading._profile(chosen, make_runner).graphs == graphs * memory.GRAPH_BYTES
-    assert seen == [(kv_cache.MIN_BLOCKS, 0)]
+    assert seen == [("profile", kv_cache.MIN_BLOCKS), ("profile_sampling", kv_cache.MIN_BLOCKS)]
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -216,6 +217,7 @@ def test_the_largest_step_runs(folder: Path, backend: str) -> None:
     """On the CPU nothing is measured by it; that it runs with the smallest cache is what can be shown."""
     runner = load_worker(folder, backend=backend, num_gpu_blocks_override=kv_cache.MIN_BLOCKS).runner
     runner.profile()
+    runner.profile_sampling()
     assert len(runner.rows) == 0
 
 

@@ -1,1 +1,1 @@
-"""The worker's GPU path: rows as tensors, steps that are launched ahead, decode steps as captured graphs."""
+"""The worker's GPU path: rows as tensors, steps that are launched ahead, small steps as captured graphs."""

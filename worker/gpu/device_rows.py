@@ -38,11 +38,11 @@ class DeviceRows:
         if not begun:
             return
         lengths = [len(row.ids) for row in begun]
-        prefix = np.cumsum([0, *lengths])
+        prefix = np.cumsum([0, *lengths], dtype=np.int32)
         count = len(begun)
-        columns = [np.array([row.row for row in begun]), np.zeros(count), prefix]
+        columns = [np.array([row.row for row in begun], np.int32), np.zeros(count, np.int32), prefix]
         columns += [np.frombuffer(row.ids, np.int32) for row in begun]  # type: ignore[call-overload]
-        slots, starts, ends, flat = upload(np.concatenate(columns).astype(np.int32), self._device).split(
+        slots, starts, ends, flat = upload(np.concatenate(columns), self._device).split(
             [count, count, count + 1, int(prefix[-1])]
         )
         inputs.write_ids(self.ids, slots, starts, ends, flat)

@@ -213,7 +213,6 @@ class _BatchMemory:
             seq_lens=self._lens[: shape.num_rows],
             logits_index=None if shape.is_decode else parts.logits_index,
             num_decodes=shape.num_decodes,
-            max_query_len=0 if shape.is_decode else shape.num_tokens,
         )
 
 

@@ -28,7 +28,6 @@ class Layout:
     query_start: Ints  # [R + 1]
     logits_index: Ints  # [S] last token of each row that samples, in the plan's order
     num_decodes: int  # rows with one token
-    max_query_len: int  # of the others; 0 without
 
     @property
     def num_tokens(self) -> int:
@@ -49,14 +48,12 @@ def lay_out(step: Step) -> Layout:
     np.cumsum(counts[order], out=query_start[1:])
     last_token = np.empty(len(order), np.int32)  # of each row, in the plan's order
     last_token[order] = query_start[1:] - 1
-    num_decodes = int((counts == 1).sum())
     return Layout(
         rows=np.array(step.rows, np.int32)[order],
         starts=np.array(step.starts, np.int32)[order],
         query_start=query_start,
         logits_index=last_token[step.sampling],
-        num_decodes=num_decodes,
-        max_query_len=int(counts.max()) if num_decodes < len(order) else 0,
+        num_decodes=int((counts == 1).sum()),
     )
 
 
@@ -74,7 +71,6 @@ def eager_batch(device_rows: DeviceRows, layout: Layout, block_size: int, device
         seq_lens=torch.empty(num_rows, dtype=torch.int32, device=device),
         logits_index=logits_index,
         num_decodes=layout.num_decodes,
-        max_query_len=layout.max_query_len,
     )
     prepare(device_rows, rows, starts, batch, block_size)
     return batch

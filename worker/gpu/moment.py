@@ -1,6 +1,14 @@
 """A moment on a stream that the host can look at, or wait for."""
 
+import time
+
 import torch
+
+from octavo.worker.errors import DeviceHung
+
+HANG_TIMEOUT_S = 60.0
+"""A GPU that needs longer for the steps under way does not come back."""
+LOOK_INTERVAL_S = 20e-6
 
 
 class Moment:
@@ -13,7 +21,14 @@ class Moment:
         """Say whether it has come."""
         return self._event is None or bool(self._event.query())
 
-    def wait(self) -> None:
-        """Wait until it has."""
-        if self._event is not None:
-            self._event.synchronize()
+    def wait(self, timeout_s: float = HANG_TIMEOUT_S) -> None:
+        """Wait until it has.
+
+        Raises:
+            DeviceHung: it has not after `timeout_s` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.has_come():
+            if time.monotonic() > deadline:
+                raise DeviceHung(f"the GPU did not finish what it was given within {timeout_s:g} s")
+            time.sleep(LOOK_INTERVAL_S)

@@ -1,8 +1,8 @@
 """Plans on a GPU: launched as they come, their results taken when the GPU has come so far.
 
-Everything runs on one stream, in the order of the plans. A step of decodes is one graph replay; any other step runs the
-same code launch by launch. The host never waits for the device while plans come: it sends columns through pinned memory,
-and looks at an event behind each step.
+Everything runs on one stream, in the order of the plans. A step of decodes, or one with few tokens, is one graph replay;
+any other runs the same code launch by launch. The host never waits for the device while plans come: it sends columns
+through pinned memory, and looks at an event behind each step.
 """
 
 import time
@@ -24,6 +24,7 @@ from octavo.worker.gpu.layout import eager_batch, lay_out
 from octavo.worker.gpu.moment import Moment
 from octavo.worker.mirror import Delta, Mirror, RowLimits, Step
 from octavo.worker.models.decoder import Decoder, KVCache
+from octavo.worker.rehearsal import MANY_LOGPROBS, draw_everything
 from octavo.worker.results import step_result
 from octavo.worker.runner import profile_batch
 from octavo.worker.sampler import Drawn, RowSampler, Sampled, SamplingRow, draw
@@ -117,9 +118,13 @@ class GpuRunner:
         return self._result(flight)
 
     def clear(self) -> None:
-        """Forget rows and plans in flight: the session is over; returns when the device is done with them."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        """Forget rows and plans in flight: the session is over; returns when the device is done with them.
+
+        Raises:
+            DeviceHung: it does not come to an end with them.
+        """
+        for flight in self._in_flight:
+            flight.done.wait()
         self._in_flight.clear()
         self.rows.clear()
         self._samplers.clear()
@@ -128,10 +133,20 @@ class GpuRunner:
     def profile(self) -> None:
         """Run the largest step once, without touching any row or block: what it takes at its peak is then known."""
         with self._on_stream():
-            logits = self._model.forward(profile_batch(self._limits, self._device), self._caches).float()
-            torch.empty_like(logits).copy_(logits)  # the rows of log-probabilities take as much again
-            if self._stream is not None:
-                self._stream.synchronize()
+            self._model.forward(profile_batch(self._limits, self._device), self._caches)
+            self._finish()
+
+    @torch.inference_mode()
+    def profile_sampling(self) -> None:
+        """Draw an id for as many rows as there can be, each of which wants everything and is as long as it may be."""
+        with self._on_stream():
+            logits = self._model.empty_logits(self._limits.max_num_seqs).zero_().float()
+            draw_everything(self._ops, logits, self._device_rows.ids[:1], self._valid_vocab, MANY_LOGPROBS)
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -86,7 +86,7 @@ def parts_of(column: Tensor, shape: Shape) -> Parts:
 
 def decode_shapes(limits: RowLimits) -> list[Shape]:
     """Return pure decode steps: of 1, 2, 4 rows, in steps of 8 up to 256, of 32 above, and of all rows."""
-    most = limits.max_num_seqs
+    most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     sizes = {size for size in {1, 2, 4, *range(8, 257, 8), *range(288, most, 32)} if size < most} | {most}
     return [Shape(size, size, 0, size) for size in sorted(sizes)]
 

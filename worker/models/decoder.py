@@ -24,9 +24,8 @@ class Batch:
     block_tables: Tensor  # [R, max_blocks] int32
     query_start: Tensor  # [R + 1] int32
     seq_lens: Tensor  # [R] int32
-    logits_index: Tensor | None  # [S] int64: tokens whose logits are wanted; None: all
-    num_decodes: int = 0  # at least so many rows come first that have one token each
-    max_query_len: int | None = None  # most tokens of a row behind those; None: not known
+    logits_index: Tensor | None  # [S] integer: tokens whose logits are wanted; None: all
+    num_decodes: int = 0  # so many rows come first that have one token each, or none where they are padding
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Decoder:
 
     def empty_logits(self, num_rows: int) -> Tensor:
         """Return memory for logits: [num_rows, vocab_size] in the dtype of `forward`."""
-        return self._head.new_empty(num_rows, self.config.vocab_size)
+        return self._norm.new_empty(num_rows, self.config.vocab_size)
 
     def is_ignored(self, name: str) -> bool:
         """Say whether a checkpoint may hold this tensor without anybody reading it."""
@@ -184,7 +183,6 @@ class _Layer:
             batch.seq_lens,
             self._scale,
             num_decodes=batch.num_decodes,
-            max_query_len=batch.max_query_len,
         )
         x = self._output(ops, attended.view(num_tokens, -1))
         x, residual = ops.rms_norm(x, self._mlp_norm, self._eps, residual)
