@@ -1,6 +1,8 @@
 """The GPU runner against the eager reference: same plans, same tokens. Without a GPU Triton's interpreter runs it."""
 
+import gc
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from octavo.wire.columns import pack_ints, unpack_ints
 from octavo.wire.plan import FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, RowSampling, StepPlan, StepResult
 from octavo.worker.errors import PlanError
+from octavo.worker.gpu import graphs
 from octavo.worker.gpu.runner import GpuRunner
 from octavo.worker.models.decoder import Batch, Decoder, KVCache
 from octavo.worker.runner import EagerRunner
@@ -190,6 +193,30 @@ def test_forks_that_copy_their_last_block_in_one_plan_keep_apart(runner: GpuRunn
 
     expected = [tokens_of(expected_by.execute(plan)) for plan in plans()]
     assert [tokens_of(result) for result in run_ahead(runner, plans(), 2)] == expected
+
+
+def test_what_captured_steps_read_outlives_the_capture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph holds addresses alone; here its part is played by something that holds nothing of what it ran."""
+    runner = load_worker(folder, backend="triton", device=DEVICE, dtype="float32", enforce_eager=True).runner
+    forward, seen = Decoder.forward, set[int]()
+
+    def watched(self: Decoder, batch: Batch, caches: list[KVCache]) -> torch.Tensor:
+        parts = (batch.input_ids, batch.positions, batch.slot_mapping, batch.block_tables, batch.query_start)
+        seen.update(part.untyped_storage().data_ptr() for part in (*parts, batch.seq_lens))
+        return forward(self, batch, caches)
+
+    def forgetful(self: graphs._Recorder, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        out = run()
+        return lambda: out
+
+    monkeypatch.setattr(Decoder, "forward", watched)
+    monkeypatch.setattr(graphs._Recorder, "__call__", forgetful)
+    monkeypatch.setattr(graphs.StepGraphs, "_drop_slow", lambda *_: None)
+    runner.capture()
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if type(found) is torch.Tensor]
+    assert seen
+    assert seen <= {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout == torch.strided}
 
 
 def break_logits(monkeypatch: pytest.MonkeyPatch, line: int, value: float) -> None:

@@ -21,7 +21,7 @@ class Event:
 
 def moment(looks: int | None) -> Moment:
     made = Moment(None)
-    made._event = Event(looks)  # type: ignore[assignment]
+    made._event = Event(looks)
     return made
 
 

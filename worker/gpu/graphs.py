@@ -56,6 +56,8 @@ class StepGraphs:
         self._captured: dict[Shape, _Captured] = {}
         self._column = torch.empty(0, dtype=torch.int32, device=device)
         self._logits = torch.empty(0, device=device)  # [max_num_seqs, vocab]: what the forward graphs leave
+        # Graphs hold addresses, not tensors: what they read and write outside of their own pool is kept alive here.
+        self._memory: _BatchMemory | None = None
 
     def capture(self, stream: torch.cuda.Stream | None) -> None:
         """Capture every shape, the greatest first.
@@ -68,7 +70,7 @@ class StepGraphs:
         longest = max(sum(shape.sizes) for shape in shapes)
         self._column = torch.zeros(longest, dtype=torch.int32, device=self._device)
         self._logits = self._model.empty_logits(self._limits.max_num_seqs)
-        memory = _BatchMemory(shapes, self._limits, self._device)
+        self._memory = memory = _BatchMemory(shapes, self._limits, self._device)
         record = _Recorder(stream)
         for shape in sorted(shapes, reverse=True):
             batch, parts = memory.batch(shape, self._column), parts_of(self._column, shape)
