@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 
-def record(path: Path, suite: str, lines: Iterable[dict[str, Any]]) -> None:
-    """Append lines to a file, each with date, commit and device.
+def record(
+    path: Path, suite: str, lines: Iterable[dict[str, Any]], device: str | None = None, commit: str | None = None
+) -> None:
+    """Append lines to a file, each with date, commit and device: the processor and this tree, unless told otherwise.
 
     Raises:
         OSError: the file cannot be written.
     """
     here = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": _commit(),
-        "device": _device(),
+        "commit": commit or _commit(),
+        "device": device or _device(),
         "suite": suite,
     }
     with path.open("a", encoding="utf-8") as file:

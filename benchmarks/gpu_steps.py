@@ -214,6 +214,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--quick", action="store_true", help="decode steps only, and their profile at batch 64")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="of Octavo, where there is no git to ask")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = write_config_folder(options.model, Path(folder))
@@ -239,7 +240,8 @@ def main() -> None:
             bench.profile_mixed(0, 512)
             bench.profile_prompts(8, 1024)
     if options.out is not None:
-        record(options.out, "benchmarks/gpu_steps.py", bench.lines)
+        device = torch.cuda.get_device_name()
+        record(options.out, "benchmarks/gpu_steps.py", bench.lines, device, options.commit)
 
 
 if __name__ == "__main__":
