@@ -1,5 +1,6 @@
 """The worker's loop over a real ipc socket, against a scripted scheduler."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import pytest
 import zmq
 
 from octavo.wire.channel import DealerChannel
+from octavo.wire.errors import MalformedMessage
 from octavo.wire.handshake import PROTOCOL_VERSION, Goodbye, Heartbeat, Refuse, WorkerHello
 from octavo.wire.ids import new_boot_id
 from octavo.wire.model_digest import model_digest
@@ -22,6 +24,7 @@ from octavo.wire.peer import Peer, PeerRefused
 from octavo.wire.plan import StepPlan, StepResult
 from octavo.worker import main
 from octavo.worker.config import WorkerConfig
+from octavo.worker.errors import DeviceHung
 from octavo.worker.loading import LoadedWorker, load
 from octavo.worker.loop import LoadingStopped, WorkerIdentity, WorkerLoop, keep_in_touch
 from octavo.worker.main import EXIT_CONFIGURATION, EXIT_OK
@@ -334,3 +337,26 @@ def test_a_folder_that_is_no_model_is_named(address: str, tmp_path: Path) -> Non
 def test_the_worker_imports_nothing_heavy_besides_torch() -> None:
     code = "import sys, octavo.worker.main; print([m for m in ('transformers', 'numpy.testing', 'grpc') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_hung_device_ends_the_process_so_that_another_can_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+
+    def hang(*_: object) -> None:
+        raise DeviceHung("the GPU did not finish")
+
+    monkeypatch.setattr(main, "_serve", hang)
+    monkeypatch.setattr(main, "StopSignal", contextlib.nullcontext)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    main.run(WorkerConfig(model_path=Path(), address="ipc:///nowhere"))
+    assert ended == [main.EXIT_FAILED]
+
+
+def test_a_message_that_cannot_be_built_is_no_matter_of_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(*_: object) -> None:
+        raise MalformedMessage("log-probabilities of row 3 are no numbers")
+
+    monkeypatch.setattr(main, "_serve", spoil)
+    monkeypatch.setattr(main, "StopSignal", contextlib.nullcontext)
+    with pytest.raises(MalformedMessage):
+        main.run(WorkerConfig(model_path=Path(), address="ipc:///nowhere"))
