@@ -89,8 +89,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     _add_service(
         parser.add_argument_group(
             "service",
-            "The worker is an H200 with an 8B model unless you say otherwise: what `octavo serve` takes by default is "
-            "smaller, --max-num-seqs 64 and --max-num-batched-tokens 512, and its status names its blocks.",
+            "The worker is an H200 with an 8B model unless you say otherwise: what `octavo serve` takes on a CPU by "
+            "default is smaller, --max-num-seqs 64 and --max-num-batched-tokens 512, and its status names its blocks.",
         )
     )
     _add_cost(parser.add_argument_group("cost of a step"))

@@ -44,8 +44,8 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def engine_processes() -> list[psutil.Process]:
-    """Return the processes of engines that this one started and that live."""
-    return [p for p in psutil.Process().children() if "octavo.cli.main" in p.cmdline()]
+    """Return the processes of benched engines that this one started and that live; other tests have services."""
+    return [p for p in psutil.Process().children() if any("octavo-bench-" in word for word in p.cmdline())]
 
 
 def peer_keys(bench: str) -> set[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from octavo.cli.serve import serve
 from octavo.scheduler.policy import Policy
@@ -26,6 +27,8 @@ from octavo.scheduler.simulate.traffic_run import Simulation, simulate
 from octavo.scheduler.simulate.traffic_setup import Setup
 from octavo.wire.columns import unpack_ints
 from octavo.wire.plan import FLAG_SAMPLE, StepPlan
+from octavo.worker.backends import step_limits
+from octavo.worker.config import WorkerConfig
 from tests.support.core_driver import CoreDriver, make_config
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "scheduling.md").read_text()
@@ -197,9 +200,15 @@ def test_help_names_what_the_service_takes_where_it_differs(capsys: pytest.Captu
     told = " ".join(capsys.readouterr().out.split()).replace("- ", "-")
     served = {name: p.default for name, p in inspect.signature(serve).parameters.items()}
     simulated = {item.name: item.default for item in fields(Setup)}
+    # Where nothing is said the worker decides, by its device.
+    config = WorkerConfig(model_path=Path(), address="ipc:///nowhere")
+    on_cpu = dict(
+        zip(("max_num_seqs", "max_num_batched_tokens"), step_limits(config, torch.device("cpu")), strict=True)
+    )
     for name in served.keys() & simulated.keys() - {"max_model_len"}:
-        if served[name] != simulated[name]:
-            assert f"--{name.replace('_', '-')} {served[name]}" in told
+        default = on_cpu[name] if served[name] is None else served[name]
+        if default != simulated[name]:
+            assert f"--{name.replace('_', '-')} {default}" in told
 
 
 def test_no_prefix_caching(capsys: pytest.CaptureFixture[str]) -> None:
