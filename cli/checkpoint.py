@@ -43,7 +43,9 @@ def _file_names(folder: Path) -> list[str]:
     index = folder / INDEX_FILE
     if not index.is_file():
         if not (folder / SINGLE_FILE).is_file():
-            raise CommandError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+            raise CommandError(
+                f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE} (--load-format dummy runs it with random weights)"
+            )
         return [SINGLE_FILE]
     if (size := index.stat().st_size) > MAX_INDEX_BYTES:
         raise CommandError(f"{index} has {size} bytes, limit {MAX_INDEX_BYTES}")

@@ -19,6 +19,7 @@ class Examined:
     weights: list[CheckpointFile] | None = None
     text: ModelFiles | None = None
     problems: list[str] = field(default_factory=list)
+    problem_of_weights: str | None = None  # also among the problems
 
 
 def examine(folder: Path) -> Examined:
@@ -31,7 +32,8 @@ def examine(folder: Path) -> Examined:
     try:
         found.weights = read_checkpoint(folder)
     except CommandError as error:
-        found.problems.append(str(error))
+        found.problem_of_weights = str(error)
+        found.problems.append(found.problem_of_weights)
     try:
         found.text = load_model_files(folder)
     except (ModelFilesError, FileNotFoundError) as error:
@@ -52,4 +54,5 @@ def require_servable(folder: Path, *, with_weights: bool) -> None:
     found = examine(folder)
     needed = [found.config, found.text] + ([found.weights] if with_weights else [])
     if any(part is None for part in needed):
-        raise ConfigurationError(f"{folder} cannot be served: {'; '.join(found.problems)}")
+        problems = [problem for problem in found.problems if with_weights or problem != found.problem_of_weights]
+        raise ConfigurationError(f"{folder} cannot be served: {'; '.join(problems)}")

@@ -257,7 +257,7 @@ class SchedulerClient:
     def _on_session_began(self, event: SessionBegan) -> None:
         if not isinstance(event.welcome, FrontendWelcome):
             raise PeerRefused("the scheduler takes this frontend for a worker")
-        _log.info("session %x with scheduler %s", event.session, event.welcome.scheduler_boot_id)
+        _log.info("session %016x with scheduler %s", event.session, event.welcome.scheduler_boot_id)
         if (objection := self.check_facts(event.welcome.facts)) is not None:
             raise PeerRefused(objection)
         self.facts = event.welcome.facts

@@ -266,7 +266,7 @@ class Sessions:
             _log.warning("%s was gone before it could be welcomed: %s", peer.label, error)
             return None
         self.peers.add(peer)
-        _log.info("session %x begun with %s", peer.session.id, peer.label)
+        _log.info("session %016x begun with %s", peer.session.id, peer.label)
         return peer
 
     def _answer(self, identity: bytes, message: Wait | Refuse | UnknownSession) -> None:
@@ -313,7 +313,8 @@ class Sessions:
         if self.peers.by_session(peer.session.id) is not peer:
             return
         self.peers.remove(peer)
-        _log.info("session %x with %s ended: %s", peer.session.id, peer.label, reason)
+        level = logging.WARNING if peer.is_worker else logging.INFO
+        _log.log(level, "session %016x with %s ended: %s", peer.session.id, peer.label, reason)
         if not peer.is_worker:
             self._events.append(FrontendLost(peer.session.id))
             return

@@ -79,7 +79,7 @@ class WorkerLoop:
                     break
                 match event:
                     case SessionBegan():
-                        logger.info("session %x with the scheduler began", event.session)
+                        logger.info("session %016x with the scheduler began", event.session)
                         self._forget()
                     case SessionEnded():
                         logger.warning("session with the scheduler ended: %s", event.reason)

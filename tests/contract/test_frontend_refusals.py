@@ -11,7 +11,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 
-from octavo.frontend import service as service_module
+from octavo.frontend import calls
 from octavo.frontend.validation import Bounds, GenerationParams, check_params
 from octavo.v1 import generation_pb2 as pb
 from octavo.wire.requests import CancelRequest, FailureCode, FinishReason, SubmitRequest
@@ -157,7 +157,7 @@ async def test_a_deadline_that_has_passed_is_never_submitted(
         time.sleep(0.1)
         return check_params(request, bounds)
 
-    monkeypatch.setattr(service_module, "check_params", slow)
+    monkeypatch.setattr(calls, "check_params", slow)
     assert (await refusal(service.ask(text="x", timeout=0.05))).code == Code.DEADLINE_EXCEEDED
     await service.until_idle()
     assert scheduler.nothing_came()
@@ -202,7 +202,7 @@ async def test_what_nobody_expected_is_internal_and_keeps_its_text(
     def broken(*_: object) -> None:
         raise RuntimeError("secret path")
 
-    monkeypatch.setattr(service_module, "check_params", broken)
+    monkeypatch.setattr(calls, "check_params", broken)
     found = await refusal(service.ask(text="x", metadata=(("x-request-id", "r-9"),)))
     assert (found.code, found.reason) == (Code.INTERNAL, "INTERNAL")
     assert "secret" not in found.message
@@ -323,7 +323,8 @@ async def test_messages_that_are_none_are_refused(service: Service, data: bytes)
 
 async def test_a_port_that_is_taken_is_named(tiny_model: Path, address: str) -> None:
     from octavo.frontend.config import FrontendConfig
-    from octavo.frontend.server import CannotListen, Frontend
+    from octavo.frontend.http_server import CannotListen
+    from octavo.frontend.server import Frontend
 
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -48,7 +48,9 @@ class Service:
 
     def serve(self, model: str, *arguments: str) -> Self:
         """Start `octavo serve MODEL ARGUMENTS` on this service's port."""
-        return self.start("serve", model, "--grpc-port", self.address.rpartition(":")[2], *arguments)
+        return self.start(
+            "serve", model, "--grpc-port", self.address.rpartition(":")[2], "--http-port", "0", *arguments
+        )
 
     def start(self, *arguments: str) -> Self:
         """Start `octavo ARGUMENTS`; what it prints goes to the log."""

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
-from octavo.cli.client import failure
+from octavo.cli.connection import failure
 from octavo.cli.errors import CommandError
 from octavo.cli.main import build
 from octavo.v1 import admin_pb2, admin_pb2_grpc
@@ -24,6 +24,8 @@ class FakeService(rpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServ
         self.num_resets = 0
         self.refusal = ""
         self.status = admin_pb2.GetStatusResponse(models=["tiny"], ready=True, max_model_len=64)
+        self.history: list[admin_pb2.GetStatusResponse] = []
+        self.watches: list[admin_pb2.WatchStatusRequest] = []
         self.address = ""
         self.usage: pb.Usage | None = None
 
@@ -41,6 +43,18 @@ class FakeService(rpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServ
         self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext
     ) -> admin_pb2.GetStatusResponse:
         return self.status
+
+    def WatchStatus(
+        self, request: admin_pb2.WatchStatusRequest, context: grpc.ServicerContext
+    ) -> Iterator[admin_pb2.WatchStatusResponse]:
+        self.watches.append(request)
+        for status in self.history:
+            yield admin_pb2.WatchStatusResponse(status=status)
+        if self.refusal:
+            context.abort(grpc.StatusCode.UNAVAILABLE, self.refusal)
+
+    def Drain(self, request: admin_pb2.DrainRequest, context: grpc.ServicerContext) -> admin_pb2.DrainResponse:
+        raise NotImplementedError  # no command drains
 
     def ResetPrefixCache(
         self, request: admin_pb2.ResetPrefixCacheRequest, context: grpc.ServicerContext
@@ -115,6 +129,29 @@ def test_status_as_json_has_every_field(service: FakeService) -> None:
     held = json.loads(run(service, "status", "--json").output)["scheduler"]
     assert set(held) == {field.name for field in admin_pb2.SchedulerStatus.DESCRIPTOR.fields}
     assert held["cached_prompt_tokens"] == "5"
+
+
+def test_status_is_watched_until_the_service_has_drained(service: FakeService) -> None:
+    first = admin_pb2.GetStatusResponse(models=["tiny"], ready=True, max_model_len=64)
+    last = admin_pb2.GetStatusResponse(models=["tiny"], reason="draining: no new requests are taken")
+    service.history = [first, last]
+    done = run(service, "status", "--watch", "--interval", "0.5")
+    shown = [line for line in done.output.splitlines() if line.startswith("tiny")]
+    assert shown == ["tiny: ready, context 64 tokens", "tiny: not ready: draining: no new requests are taken"]
+    assert (done.exit_code, done.output.count("---")) == (1, 2)
+    assert service.watches[0].interval.ToMilliseconds() == 500
+    lines = run(service, "status", "--watch", "--json").output.splitlines()
+    assert [json.loads(line)["ready"] for line in lines] == [True, False]
+    assert service.watches[1].interval.ToMilliseconds() == 1000
+
+
+def test_a_watch_that_ends_badly_is_no_success(service: FakeService) -> None:
+    service.history = [service.status]
+    service.refusal = "the frontend has stopped"
+    done = run(service, "status", "--watch")
+    assert isinstance(done.exception, CommandError)
+    assert str(done.exception) == "UNAVAILABLE: the frontend has stopped"
+    assert done.output.splitlines()[1] == "tiny: ready, context 64 tokens"
 
 
 def test_status_says_what_is_off_and_who_is_first(service: FakeService) -> None:

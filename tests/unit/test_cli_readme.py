@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import typer.main
+from google.protobuf import json_format
+from google.protobuf.message_factory import GetMessageClass
 
 from octavo.cli.main import build
 from octavo.scheduler.simulate import __main__ as simulate
+from octavo.v1 import admin_pb2, generation_pb2, model_pb2, tokenizer_pb2
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
@@ -27,6 +30,32 @@ def test_the_flags_of_the_table_are_those_of_serve() -> None:
         for name, default in zip(names, defaults.split(", "), strict=False):
             if default.partition(":")[0].isdigit():
                 assert known[name] == int(default.partition(":")[0]), name
+
+
+def grpcurl_calls() -> list[tuple[str, str]]:
+    """Return method and JSON of each call."""
+    found = []
+    for line in re.findall(r"^grpcurl (?:.*\\\n)*.*$", README, re.MULTILINE):
+        words = shlex.split(line.replace("\\\n", " "), comments=True)
+        if "/" in words[-1]:
+            found.append((words[-1], words[words.index("-d") + 1] if "-d" in words else "{}"))
+    return found
+
+
+def test_grpcurl_calls_what_there_is() -> None:
+    calls = grpcurl_calls()
+    assert {method.partition("/")[0] for method, _ in calls} == {
+        f"octavo.v1.{name}Service" for name in ("Generation", "Model", "Tokenizer", "Admin")
+    }
+    services = {
+        name: service
+        for module in (admin_pb2, generation_pb2, model_pb2, tokenizer_pb2)
+        for name, service in module.DESCRIPTOR.services_by_name.items()
+    }
+    for method, data in calls:
+        service, _, name = method.removeprefix("octavo.v1.").partition("/")
+        request = GetMessageClass(services[service].methods_by_name[name].input_type)()
+        json_format.Parse(data, request)
 
 
 def test_the_simulated_policies_differ(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,12 +9,13 @@ import typer.main
 
 from octavo.cli import logs, serve
 from octavo.cli.errors import ConfigurationError
+from octavo.cli.keys import Access
 from octavo.cli.main import build
 from octavo.cli.model_store import Model
 from octavo.cli.supervisor import ChildSpec
 
 ROLES = ("frontend", "scheduler", "worker")
-OF_ROLES_ALONE = {"exit_with_parent"}
+OF_ROLES_ALONE = {"exit_with_parent", "local_socket"}
 
 
 def parameters(command: str) -> dict[str, Any]:
@@ -50,14 +51,17 @@ def test_every_flag_of_serve_reaches_a_child(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(logs, "configure", lambda role, level: None)
     monkeypatch.setattr(serve, "resolve", lambda name: Model(tmp_path, ("a", "b")))
     monkeypatch.setattr(serve, "_check_port", lambda host, port: None)
+    monkeypatch.setattr(serve, "_access", lambda keys, tls, host, port: Access("here:1"))
     monkeypatch.setattr(serve, "require_servable", lambda folder, with_weights: None)
     switches = {name for name, default in parameters("serve").items() if isinstance(default, bool)}
-    values = {name: f"value-of-{name}" for name in parameters("serve") if name not in ("config", "grace", *switches)}
-    others = {"served_model_name": ["x", "y"], "grace": 3.0} | dict.fromkeys(switches, False)
+    secrets = {"api_key": ["key-of-a-client-1", "key-of-a-client-2"], "admin_api_key": ["key-of-an-operator"]}
+    apart = ("config", "grace", *secrets, *switches)
+    values = {name: f"value-of-{name}" for name in parameters("serve") if name not in apart}
+    others = {"served_model_name": ["x", "y"], "grace": 3.0} | secrets | dict.fromkeys(switches, False)
     with pytest.raises(Stop):
         serve.serve(**values | others)  # type: ignore[arg-type]
     words = [word for child in started for word in child.arguments]
-    assert switches == {"enable_prefix_caching", "enforce_eager", "batch_invariant"}
+    assert switches == {"enable_prefix_caching", "enforce_eager", "batch_invariant", "share_prefix_cache"}
     for switch in switches:
         flag = switch.replace("_", "-")
         assert f"--no-{flag}" in words
@@ -69,6 +73,16 @@ def test_every_flag_of_serve_reaches_a_child(tmp_path: Path, monkeypatch: pytest
     assert [words[i + 1] for i, word in enumerate(words) if word == "--served-model-name"] == ["x", "y"]
     assert [words[i + 1] for i, word in enumerate(words) if word == "--grace"] == ["3.0"]
     assert [child.arguments[0] for child in started] == [str(tmp_path)] * 3
+    assert not [word for word in words if word.startswith("key-of")]
+    in_environments = {child.role: dict(child.environment) for child in started}
+    assert in_environments == {
+        "scheduler": {},
+        "worker": {},
+        "frontend": {
+            "OCTAVO_API_KEY": "key-of-a-client-1 key-of-a-client-2",
+            "OCTAVO_ADMIN_API_KEY": "key-of-an-operator",
+        },
+    }
 
 
 @pytest.mark.parametrize(

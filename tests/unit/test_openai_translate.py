@@ -1,0 +1,285 @@
+"""From JSON to a GenerationInput and back to the names of JSON."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+
+from octavo.frontend import errors
+from octavo.frontend.config import FrontendConfig
+from octavo.frontend.openai import schema
+from octavo.frontend.openai.errors import HTTP_RULES, HttpError, from_msgspec, to_http
+from octavo.frontend.openai.translate import FIELDS, json_name, translate_chat, translate_completion
+from octavo.v1 import generation_pb2 as pb
+
+CONFIG = FrontendConfig(Path("model"), ("tiny",), "ipc:///nowhere/s")
+HELLO = [{"role": "user", "content": "hello"}]
+
+GRPC_ONLY = {"output.detokenize"}
+"""Fields that JSON has no name for: text is what it is about."""
+
+
+def completion(**body: Any) -> pb.GenerationInput:
+    data = json.dumps({"prompt": "x", **body}).encode()
+    (found,) = translate_completion(msgspec.json.decode(data, type=schema.CompletionBody), CONFIG).inputs
+    return found
+
+
+def chat(**body: Any) -> pb.GenerationInput:
+    data = json.dumps({"messages": HELLO, **body}).encode()
+    (found,) = translate_chat(msgspec.json.decode(data, type=schema.ChatBody)).inputs
+    return found
+
+
+def paths(message: Any, prefix: str = "") -> set[str]:
+    found = set()
+    for field in message.fields:
+        if field.message_type is None or field.message_type.GetOptions().map_entry or field.name == "messages":
+            found.add(prefix + field.name)
+        else:
+            found |= paths(field.message_type, f"{prefix}{field.name}.")
+    return found
+
+
+def test_every_field_of_an_input_has_a_json_name() -> None:
+    """A field that is added to the message must be given one here as well, or be named as gRPC's alone."""
+    unnamed = {path for path in paths(pb.GenerationInput.DESCRIPTOR) if not json_name(f"input.{path}")[0]}
+    assert unnamed == GRPC_ONLY
+
+
+def test_every_field_of_the_table_is_one_of_both() -> None:
+    known = paths(pb.GenerationInput.DESCRIPTOR)
+    for name, place in FIELDS.items():
+        assert place in known
+        assert name in schema.CompletionBody.__struct_fields__
+        assert name in schema.ChatBody.__struct_fields__
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "rest"),
+    [
+        ("input", "", ""),
+        ("", "", ""),
+        ("input.nonsense", "", ""),
+        ("input.sampling.top_p", "top_p", ""),
+        ("input.sampling.logit_bias[7]", "logit_bias", "[7]"),
+        ("input.stopping.stop_strings[2]", "stop", "[2]"),
+        ("input.token_ids.ids[3]", "prompt", "[3]"),
+        ("input.token_ids", "prompt", ""),
+        ("input.text", "prompt", ""),
+        ("input.chat", "messages", ""),
+        ("input.chat.messages[4].role", "messages", "[4].role"),
+        ("input.chat.template_kwargs_json", "chat_template_kwargs", ""),
+        ("input.cache_salt", "cache_salt", ""),
+    ],
+)
+def test_paths_of_errors_become_json_names(path: str, name: str, rest: str) -> None:
+    assert json_name(path) == (name, rest)
+
+
+def test_unset_fields_stay_unset() -> None:
+    expected = pb.GenerationInput(text="x")
+    expected.stopping.max_tokens = 16
+    assert completion() == expected
+    nulls = {name: None for name in schema.CompletionBody.__struct_fields__ if name != "prompt"}
+    assert completion(**nulls) == expected
+    messages = [pb.ChatMessage(role="user", content="hello")]
+    plain = pb.GenerationInput(chat=pb.ChatPrompt(messages=messages))
+    assert chat() == plain
+    nulls = {name: None for name in schema.ChatBody.__struct_fields__ if name != "messages"}
+    assert chat(**nulls) == plain
+
+
+def test_zero_is_no_unset_field() -> None:
+    found = completion(temperature=0, max_tokens=0, seed=0, top_k=0, logprobs=0, min_tokens=0)
+    assert found.sampling.HasField("temperature")
+    assert found.sampling.HasField("seed")
+    assert found.stopping.HasField("max_tokens")
+    assert found.output.HasField("logprobs")
+    assert found.stopping.max_tokens == 0
+
+
+def test_fields_of_chats() -> None:
+    found = chat(
+        max_tokens=5,
+        max_completion_tokens=7,
+        logprobs=True,
+        add_generation_prompt=False,
+        continue_final_message=True,
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    assert found.stopping.max_tokens == 7
+    assert found.output.logprobs == 0
+    assert found.output.HasField("logprobs")
+    assert found.chat.HasField("add_generation_prompt")
+    assert not found.chat.add_generation_prompt
+    assert found.chat.continue_final_message
+    assert json.loads(found.chat.template_kwargs_json) == {"enable_thinking": False}
+    assert not chat(logprobs=False).output.HasField("logprobs")
+
+
+def test_messages_of_parts_and_messages_that_were_answers() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    answer = {
+        "role": "assistant",
+        "content": "c",
+        "refusal": None,
+        "tool_calls": None,
+        "annotations": [],
+        "audio": None,
+    }
+    found = chat(messages=[{"role": "user", "content": parts, "name": "me"}, answer]).chat.messages
+    assert [(m.role, m.content, m.name) for m in found] == [("user", "a\nb", "me"), ("assistant", "c", "")]
+
+
+@pytest.mark.parametrize(
+    ("seed", "bits"), [(0, 0), (-1, 2**64 - 1), (2**63, 2**63), (-(2**63), 2**63), (2**64 - 1, 2**64 - 1)]
+)
+def test_seeds_are_64_bits(seed: int, bits: int) -> None:
+    assert completion(seed=seed).sampling.seed == bits
+
+
+UNSERVED: list[tuple[str, Any]] = [
+    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
+    ("prompt_logprobs", 0),
+    ("structured_outputs", {"choice": ["a"]}),
+    ("use_beam_search", True),
+    ("bad_words", ["x"]),
+    ("echo", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [*UNSERVED, ("best_of", 2), ("suffix", "x"), ("seed", 2**64), ("prompt", [])]
+)
+def test_what_completions_do_not_serve_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(HttpError) as raised:
+        completion(**{name: value})
+    assert (raised.value.status, raised.value.param) == (400, name)
+    assert raised.value.message.startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *UNSERVED,
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "auto"),
+        ("functions", [{}]),
+        ("function_call", "auto"),
+        ("modalities", ["text", "audio"]),
+        ("audio", {"voice": "x"}),
+        ("web_search_options", {"a": 1}),
+        ("reasoning_effort", "high"),
+        ("top_logprobs", 2),
+    ],
+)
+def test_what_chats_do_not_serve_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(HttpError) as raised:
+        chat(**{name: value})
+    assert (raised.value.status, raised.value.param) == (400, name)
+
+
+def test_fields_that_ask_for_nothing_are_taken() -> None:
+    completion(
+        best_of=1,
+        suffix="",
+        echo=False,
+        response_format={"type": "text"},
+        structured_outputs=None,
+        prompt_logprobs=None,
+    )
+    chat(tools=[], tool_choice="none", functions=None, modalities=["text"], use_beam_search=False, audio=None)
+    for name in schema.IGNORED:
+        for value in ({"a": [1, {}]}, "x", True, None):
+            completion(**{name: value})
+            chat(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].tool_call_id"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content[0]"),
+    ],
+)
+def test_messages_that_are_more_than_text_are_refused(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(HttpError) as raised:
+        chat(messages=[message])
+    assert (raised.value.status, raised.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("prompt", [["a", 1], [1, [2]], ["a", [1]]])
+def test_prompts_of_several_kinds_are_refused(prompt: list[Any]) -> None:
+    with pytest.raises(HttpError, match="mixes"):
+        completion(prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        (b'{"prompt": "x", "foo": 1}', "foo", "foo: is not known"),
+        (b"{}", "prompt", "prompt: is required"),
+        (b'{"prompt": "x", "n": "2"}', "n", r"n: expected `int \| null`, got `str`"),
+        (b'{"prompt": "x", "n": -1}', "n", "n: expected `int` >= 0"),
+        (b'{"prompt": "x", "top_k": 2147483648}', "top_k", "top_k: expected `int` <= 2147483647"),
+        (b'{"prompt": [1, -1]}', "prompt[1]", "prompt"),
+        (b'{"prompt": "x", "stream_options": {"foo": 1}}', "stream_options.foo", "is not known"),
+        (b'{"prompt": "x", "logit_bias": {"a": 1}}', "logit_bias", "logit_bias: expected `int`"),
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature", "temperature: number out of range"),
+        (b"[1]", None, "the body: expected `object`, got `array`"),
+        (b"", None, "no valid JSON"),
+        (b'{"prompt": NaN}', None, "no valid JSON"),
+        (b'{"prompt": "\xff"}', None, "no valid JSON"),
+        (b'{"prompt": "x", "metadata": ' + b"[" * 100_000, None, "nested too deeply"),
+        (b'{"prompt": ' + b"[" * 100_000, "prompt[0][0]", "expected `int`"),
+    ],
+)
+def test_bodies_that_are_none_name_the_field(body: bytes, param: str | None, message: str) -> None:
+    with pytest.raises((msgspec.MsgspecError, RecursionError)) as raised:
+        msgspec.json.decode(body, type=schema.CompletionBody)
+    error = from_msgspec(raised.value)
+    assert (error.status, error.param, error.type) == (400, param, "invalid_request_error")
+    assert re.search(message, error.message)
+
+
+def test_the_table_of_statuses_is_total() -> None:
+    assert {rule.code for rule in errors.RULES.values()} <= set(HTTP_RULES)
+    statuses = [rule.status for rule in HTTP_RULES.values()]
+    assert len(set(statuses)) == len(statuses)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (errors.InvalidArgument("why", field_path="input.text"), 400, "invalid_argument"),
+        (errors.ContextLengthExceeded("why", field_path="input.text"), 400, "context_length_exceeded"),
+        (errors.ModelNotFound("why", model="x"), 404, "model_not_found"),
+        (errors.Unauthenticated("why"), 401, "invalid_api_key"),
+        (errors.QueueFull("why"), 429, "queue_full"),
+        (errors.SlowReader("why"), 429, "slow_reader"),
+        (errors.Draining("why"), 503, "draining"),
+        (errors.DeadlineExceeded("why"), 504, "deadline_exceeded"),
+        (errors.InternalError("why"), 500, "internal"),
+    ],
+)
+def test_errors_as_http_has_them(error: errors.ServiceError, status: int, code: str) -> None:
+    found = to_http(error)
+    assert (found.status, found.code) == (status, code)
+    body = json.loads(found.body())["error"]
+    assert body["message"] == "why"
+    retries = [value for name, value in found.headers if name == b"retry-after"]
+    assert retries == ([b"1"] if errors.RULES[type(error)].code in _RETRIED else [])
+
+
+_RETRIED = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
+
+
+def test_long_messages_are_cut() -> None:
+    assert len(to_http(errors.InvalidArgument("x" * 10**6, field_path="input.text")).body()) < 2000
