@@ -8,6 +8,7 @@ frontend), warms them up, runs every workload of the model's published figures a
 """
 
 import argparse
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -17,12 +18,19 @@ from octavo.cli import bench_engine, bench_models, bench_suite
 from octavo.cli.bench_client import Run
 from octavo.cli.bench_measure import Bench
 from octavo.cli.bench_report import RowWriter, describe, print_table, read_rows
+from octavo.cli.bench_signals import ending_in_order
 from octavo.cli.errors import CommandError
 
-PEERS = Path(__file__).resolve().parent / "peers"
+PEERS = Path(__file__).resolve().parent / "peers" / "vllm_0.26_h200.jsonl"
 QUICK = ("decode_b1", "decode_b8")
 SWITCHES = ("enable-prefix-caching", "enforce-eager", "batch-invariant")
 OWN = ("trace-plans", *SWITCHES)
+SIZES = {
+    "num-prompts": "requests of each workload",
+    "input-len": "tokens of a prompt",
+    "output-len": "tokens of output",
+    "repeat": "runs of each workload, the best of which counts",
+}
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -33,11 +41,10 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     chosen.add_argument("--rows", help="workloads, with commas between them: decode_b8,prefill,serving_c64,...")
     parser.add_argument("--out", type=Path, help="file that gets the rows as they come; made anew")
     parser.add_argument("--time-limit", type=float, help="seconds for the whole, the start included")
-    parser.add_argument("--num-prompts", type=int, help="requests of each offline workload, instead of the usual ones")
-    parser.add_argument("--input-len", type=int, default=512, help="tokens of a prompt of decode_b...")
-    parser.add_argument("--output-len", type=int, default=128, help="tokens of output of decode_b...")
-    parser.add_argument("--repeat", type=int, help="runs of each workload, the best of which counts")
-    parser.add_argument("--peers", type=Path, nargs="*", default=[PEERS / "vllm_0.26_h200.jsonl"])
+    for flag, what in SIZES.items():
+        of = ", ".join(bench_suite.TAKEN_BY[flag])
+        parser.add_argument(f"--{flag}", type=int, help=f"{what}, instead of the usual ones; of {of}")
+    parser.add_argument("--peers", type=Path, nargs="*", help=f"rows to compare with; default: {PEERS.name}")
     parser.add_argument("--trace", type=Path, help="folder for the scheduler's plans and the client's messages; slower")
     parser.add_argument("--commit", help="of Octavo, where there is no git to ask")
     parser.add_argument("--worker-arg", action="append", default=[], help="given to the worker as it is")
@@ -54,15 +61,19 @@ def main() -> None:
     began = time.monotonic()
     chosen = arguments()
     try:
-        run(chosen, began)
+        with ending_in_order():
+            run(chosen, began)
     except CommandError as error:
-        sys.exit(f"engine: {error}")
+        sys.stderr.write(f"engine: {error}\n")
+        sys.exit(error.exit_code)
 
 
 def run(chosen: argparse.Namespace, began: float) -> None:
     names = bench_suite.suite_of(chosen.model) if chosen.all else tuple((chosen.rows or ",".join(QUICK)).split(","))
     bench_suite.check_names(names)
-    peers = read_rows(chosen.peers)
+    sizes = bench_suite.Sizes(chosen.num_prompts, chosen.input_len, chosen.output_len, chosen.repeat)
+    bench_suite.check_flags(sizes.flags, names)
+    peers = read_rows([PEERS] if chosen.peers is None else chosen.peers)
     flags: dict[str, Any] = {flag: getattr(chosen, flag.replace("-", "_"), None) for flag in bench_engine.FLAGS}
     flags["max-num-batched-tokens"] = int(flags["max-num-batched-tokens"])
     trace = None
@@ -73,13 +84,14 @@ def run(chosen: argparse.Namespace, began: float) -> None:
         trace = bench_suite.ClientTrace(chosen.trace / "client.jsonl")
     deadline = None if chosen.time_limit is None else began + chosen.time_limit
     limits = {} if deadline is None else {"start_timeout_s": max(1.0, deadline - time.monotonic())}
-    sizes = bench_suite.Sizes(chosen.num_prompts, chosen.input_len, chosen.output_len, chosen.repeat)
     writer = RowWriter(chosen.out)
     try:
-        with (
-            bench_engine.settings_for(chosen.model, flags, tuple(chosen.worker_arg), **limits) as settings,
-            bench_engine.running_engine(settings) as engine,
-        ):
+        with contextlib.ExitStack() as stack:
+            settings = stack.enter_context(
+                bench_engine.settings_for(chosen.model, flags, tuple(chosen.worker_arg), **limits)
+            )
+            bench_suite.check_lengths(names, sizes, bench_engine.known_max_model_len(settings))
+            engine = stack.enter_context(bench_engine.running_engine(settings))
             writer.common = describe(chosen.model, settings, engine, chosen.commit)
             writer.write({"bench": "engine"})
             bench = Bench(engine.client, deadline, trace or ignore)
@@ -91,7 +103,7 @@ def run(chosen: argparse.Namespace, began: float) -> None:
         if trace is not None:
             trace.close()
         if writer.rows:
-            print_table(writer.rows, peers)
+            print_table(writer.rows, peers, chosen.peers or ())
 
 
 def ignore(_name: str, _run: Run) -> None:

@@ -1,6 +1,6 @@
 """Times of the GPU's paged attention, one JSON line each: decode in GB/s of keys and values, prefill in TFLOP/s.
 
-    python benchmarks/gpu_attention.py [--only decode,prefill,launch] [--out results.jsonl]
+    python -m benchmarks.gpu_attention [--only decode,prefill,launch] [--out results.jsonl]
 
 Each figure is the median over replays of a graph that runs the operation once on each of several layers' caches, which
 together are larger than the L2 cache. Blocks are shuffled over the pool, data are random. ``layout`` says how a block
@@ -16,9 +16,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from _record import record
 from torch import Tensor
 
+from benchmarks._cuda import require_cuda
+from benchmarks._record import record
 from octavo.kernels.gpu import attention
 
 COPY_GB_PER_S = 4210
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("--only", default="decode,prefill,launch")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    require_cuda("gpu_attention")
     torch.manual_seed(0)
     versions = {"torch": torch.__version__}
     lines = []

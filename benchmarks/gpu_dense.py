@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks._cuda import require_cuda
 from benchmarks._record import record
 from octavo.kernels.gpu.activation import silu_and_mul
 from octavo.kernels.gpu.copy import copy_blocks
@@ -237,6 +238,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append lines here, with date, commit and device")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, comma-separated")
     options = parser.parse_args()
+    require_cuda("gpu_dense")
     torch.manual_seed(0)
     versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     for part in options.only.split(","):

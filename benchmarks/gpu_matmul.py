@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks._cuda import require_cuda
 from benchmarks._record import record
 from benchmarks.gpu_dense import COPY_GB_S, median_us, random, rotations
 from octavo.kernels.gpu import matmul
@@ -99,6 +100,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,8,64,256,2048", help="numbers of tokens, comma-separated")
     parser.add_argument("--tiles", action="store_true", help="time other tiles too")
     options = parser.parse_args()
+    require_cuda("gpu_matmul")
     torch.manual_seed(0)
     lines = []
     for tokens in map(int, options.tokens.split(",")):

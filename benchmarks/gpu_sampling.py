@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks._cuda import require_cuda
 from benchmarks._record import record
 from octavo.kernels.gpu.filters import filter_logits
 from octavo.kernels.gpu.logprobs import logprobs
@@ -151,6 +152,7 @@ def main() -> None:
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[128256, 151936])
     parser.add_argument("--out", type=Path, help="append the lines to this file")
     arguments = parser.parse_args()
+    require_cuda("gpu_sampling")
     torch.manual_seed(0)
     lines: list[dict[str, Any]] = []
     with torch.inference_mode():

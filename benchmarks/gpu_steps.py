@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks._cuda import require_cuda
 from benchmarks._record import record
 from octavo.cli.bench_models import write_config_folder
 from octavo.wire.plan import RowSampling, StepPlan
@@ -216,6 +217,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="of Octavo, where there is no git to ask")
     options = parser.parse_args()
+    require_cuda("gpu_steps")
     with tempfile.TemporaryDirectory() as folder:
         path = write_config_folder(options.model, Path(folder))
         config = WorkerConfig(

@@ -3,7 +3,8 @@
     python -m benchmarks.h200 --out FOLDER [--time-limit S]
 
 runs these programs one after another, each for as long as the time limit leaves, and writes one file of rows for each.
-Their tables and last lines go to the terminal. Exits with 1 if a program failed or ran out of time.
+Their tables and last lines go to the terminal. Exits with 1 if a program failed or ran out of time, with 2 where there is
+no CUDA device.
 """
 
 import argparse
@@ -12,8 +13,14 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
+from octavo.cli.bench_signals import ending_in_order, held
+
 ENGINE = "benchmarks/engine.py"
 ROOT = Path(__file__).resolve().parent.parent
+END_TIMEOUT_S = 30.0
+"""For a program to end its processes and remove its folders."""
 
 
 def programs(out: Path, commit: list[str]) -> list[tuple[str, list[str]]]:
@@ -34,7 +41,18 @@ def main() -> None:
     parser.add_argument("--commit", help="of Octavo, where there is no git to ask")
     parser.add_argument("--skip", nargs="*", default=[], help="names of programs that are not run")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.stderr.write(f"h200: torch {torch.__version__} finds no CUDA device\n")
+        sys.exit(2)
     options.out.mkdir(parents=True, exist_ok=True)
+    with ending_in_order():
+        failed = run_all(options)
+    if failed:
+        sys.exit(f"not measured whole: {', '.join(failed)}")
+
+
+def run_all(options: argparse.Namespace) -> list[str]:
+    """Run one program after the other; return the names of those that did not end well."""
     ends = time.monotonic() + options.time_limit
     failed: list[str] = []
     for name, arguments in programs(options.out, ["--commit", options.commit] if options.commit else []):
@@ -45,12 +63,39 @@ def main() -> None:
         command = [sys.executable, *arguments, *limit, "--out", str(options.out / f"{name}.jsonl")]
         print(f"# {name}: {' '.join(command[1:])}", flush=True)
         try:
-            subprocess.run(command, cwd=ROOT, check=True, timeout=max(1.0, left))
+            run(command, max(1.0, left))
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             print(f"# {name} did not end well: {error}", flush=True)
             failed.append(name)
-    if failed:
-        sys.exit(f"not measured whole: {', '.join(failed)}")
+    return failed
+
+
+def run(command: list[str], timeout_s: float) -> None:
+    """Run a program to its end; whatever comes between, it is told to end, and has END_TIMEOUT_S to tidy up.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+        subprocess.TimeoutExpired: it ran out of time.
+    """
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        code = process.wait(timeout_s)
+    finally:
+        with held():
+            end(process)
+    if code:
+        raise subprocess.CalledProcessError(code, command)
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """End a program in order, if it has not ended; kill it where that takes too long."""
+    if process.poll() is None:
+        process.terminate()
+    try:
+        process.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 if __name__ == "__main__":

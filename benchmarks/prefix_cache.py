@@ -101,6 +101,7 @@ def serving(*flags: str) -> Iterator[Service]:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "plans.jsonl"
         command = [sys.executable, "-m", "octavo.cli.main", "serve", "demo", "--grpc-port", target.split(":")[1]]
+        command += ["--http-port", "0"]
         command += ["--log-level", "warning", "--trace-plans", str(trace), *flags]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         options = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 100)]

@@ -122,6 +122,7 @@ def main() -> None:
         target = f"127.0.0.1:{probe.getsockname()[1]}"
     began = time.perf_counter()
     command = [sys.executable, "-m", "octavo.cli.main", "serve", "demo", "--grpc-port", target.split(":")[1]]
+    command += ["--http-port", "0"]
     service = subprocess.Popen(
         [*command, "--backend", arguments.backend, "--log-level", "warning"], stderr=subprocess.DEVNULL
     )

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import zmq
 
 from octavo.cli.bench_workloads import Request, Workload
-from octavo.cli.errors import CommandError
+from octavo.cli.errors import CommandError, ConfigurationError
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S, DealerChannel
 from octavo.wire.codec import FromScheduler
 from octavo.wire.columns import pack_ints
@@ -54,6 +54,19 @@ class RunFailed(CommandError):
 
 class TimeIsUp(CommandError):
     """The run was cut at its deadline."""
+
+
+def require_fit(workload: Workload, max_model_len: int) -> None:
+    """Check that an engine takes the longest request of a workload.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    if workload.longest > max_model_len:
+        raise ConfigurationError(
+            f"{workload.name} has a request of {workload.longest} tokens with its output, the engine takes at most "
+            f"{max_model_len}"
+        )
 
 
 @dataclass(frozen=True)
@@ -231,12 +244,13 @@ class EngineClient:
             deadline: of time.monotonic(), at which the run is given up.
 
         Raises:
-            RunFailed: a request failed or does not fit, or the engine is gone.
+            ConfigurationError: a request with its whole output is longer than the engine takes.
+            RunFailed: a request failed, or the engine is gone.
             TimeIsUp: the deadline has passed; what was under way is cancelled.
         """
         requests = workload.requests
         wanted = np.array([min(r.num_output_tokens, max_tokens or r.num_output_tokens) for r in requests], np.int64)
-        self._check_lengths(workload, wanted)
+        require_fit(workload, self._known_facts().max_model_len)
         self._drain()
         base = self._next_handle
         self._next_handle += len(requests)
@@ -308,15 +322,6 @@ class EngineClient:
             while not self._can_send():
                 self._wait(_BLOCKED_MS)
             self._peer.send(CancelRequest(handle))
-
-    def _check_lengths(self, workload: Workload, wanted: Counts) -> None:
-        facts = self._known_facts()
-        longest = max((len(r.prompt_ids) + int(n) for r, n in zip(workload.requests, wanted, strict=True)), default=0)
-        if longest > facts.max_model_len:
-            raise RunFailed(
-                f"{workload.name} has a request of {longest} tokens with its output, the engine takes at most "
-                f"{facts.max_model_len}"
-            )
 
     def _known_facts(self) -> ServiceFacts:
         if self.facts is None:

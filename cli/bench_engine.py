@@ -5,6 +5,7 @@ the frontend's part is played by `EngineClient` in this process.
 """
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -18,13 +19,16 @@ from pathlib import Path
 
 from octavo.cli.bench_client import EngineClient, RunFailed
 from octavo.cli.bench_models import CONFIGS, write_config_folder
+from octavo.cli.bench_signals import held
 from octavo.cli.bench_workloads import SmallVocabulary, warmup
 from octavo.cli.errors import CommandError, ConfigurationError
 from octavo.cli.model_store import resolve
-from octavo.cli.supervisor import OCTAVO
 from octavo.wire.errors import WireError
 from octavo.wire.handshake import ServiceFacts
 from octavo.wire.model_digest import model_digest
+
+OCTAVO = (sys.executable, "-P", "-m", "octavo.cli.main")
+"""As the supervisor's, whose import would load gRPC into the process that measures."""
 
 LOG_TAIL_LINES = 20
 END_TIMEOUT_S = 10.0
@@ -57,8 +61,18 @@ _MAX_WAITING_REQUESTS = 2**20
 _MAX_WAITING_TOKENS = 2**30
 
 
+_LAST_WORDS = re.compile(r"\d\d:\d\d:\d\d +\w+ +ERROR +|octavo: |(?=Usage: )")
+"""How the lines begin with which a process says why it ends."""
+
+
 class EngineFailed(CommandError):
     """The engine did not start, or a process of it ended; the message shows the end of its log."""
+
+
+class EngineRefused(EngineFailed):
+    """A process of the engine cannot start as configured; the message is its own."""
+
+    exit_code = ConfigurationError.exit_code
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,8 @@ class EngineProcesses:
 
     def __init__(self, settings: EngineSettings, folder: Path, program: tuple[str, ...] = OCTAVO) -> None:
         self.address = f"ipc://{folder}/scheduler"
+        self.num_shown: dict[str, int] = {}
+        """Lines of a process that whoever watches has seen, by role."""
         self._folder = folder
         self._program = program
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -118,7 +134,11 @@ class EngineProcesses:
             common = ["--scheduler-address", self.address, "--exit-with-parent", str(os.getpid())]
             with self._log(role).open("wb") as log:
                 self._processes[role] = subprocess.Popen(
-                    [*self._program, role, *arguments, *common], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                    [*self._program, role, *arguments, *common],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # a Ctrl-C in the terminal reaches this process alone, which ends them
                 )
 
     @property
@@ -130,11 +150,14 @@ class EngineProcesses:
         """Check that both live.
 
         Raises:
+            EngineRefused: one has ended because of its configuration.
             EngineFailed: one has ended.
         """
         for role, process in self._processes.items():
             if (code := process.poll()) is not None:
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                if code == ConfigurationError.exit_code:
+                    raise EngineRefused(f"the {role} ended ({how}){self._reason(role)}")
                 raise EngineFailed(f"the {role} ended ({how}); the last it said:\n{self.tail(role)}")
 
     def explain(self, error: RunFailed) -> CommandError:
@@ -156,6 +179,14 @@ class EngineProcesses:
     def tail(self, role: str) -> str:
         """Return the last lines of it."""
         return "\n".join(f"  {line}" for line in self.text(role).splitlines()[-LOG_TAIL_LINES:])
+
+    def _reason(self, role: str) -> str:
+        """Return what a process said at its end, with a colon in front, unless it has been shown."""
+        unseen = self.text(role).splitlines()[self.num_shown.get(role, 0) :]
+        lines = [_LAST_WORDS.sub("", line, count=1) for line in unseen[-LOG_TAIL_LINES:]]
+        if len(lines) > 1:
+            return ":" + "".join(f"\n  {line}" for line in lines)
+        return f": {lines[0]}" if lines else ""
 
     def stop(self) -> None:
         """End both; what does not end in time is killed."""
@@ -187,14 +218,31 @@ def settings_for(
         start_timeout_s: most seconds until the engine is ready.
 
     Raises:
-        CommandError: there is no such model, or it cannot be fetched.
+        ConfigurationError: there is no such model.
+        CommandError: it cannot be fetched.
     """
     if model not in CONFIGS or Path(model).is_dir():
-        yield EngineSettings(resolve(model).folder, flags, worker_arguments, start_timeout_s)
+        yield EngineSettings(_resolve(model), flags, worker_arguments, start_timeout_s)
         return
-    with tempfile.TemporaryDirectory(prefix="octavo-bench-model-") as parent:
-        folder = write_config_folder(model, Path(parent))
+    with _temporary_folder("octavo-bench-model-") as parent:
+        folder = write_config_folder(model, parent)
         yield EngineSettings(folder, {**flags, "load-format": "dummy"}, worker_arguments, start_timeout_s)
+
+
+def known_max_model_len(settings: EngineSettings) -> int | None:
+    """Return the most tokens of a request, as flag or model say it before the start; None where neither does.
+
+    The engine may take less: its KV cache has not been measured yet.
+    """
+    if any(argument.startswith("--max-model-len") for argument in settings.worker_arguments):
+        return None
+    try:
+        if (flag := settings.flags.get("max-model-len")) is not None:
+            return int(str(flag))
+        config = json.loads((settings.folder / "config.json").read_text(encoding="utf-8"))
+        return int(config["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # the engine will say what is wrong with it
 
 
 @contextmanager
@@ -206,11 +254,12 @@ def running_engine(settings: EngineSettings, program: tuple[str, ...] = OCTAVO) 
         program: what is run with a role and its arguments.
 
     Raises:
+        EngineRefused: it cannot start as configured.
         EngineFailed: it does not start, or one of its processes ended meanwhile.
         RunFailed: a run on it failed for another reason.
     """
-    with tempfile.TemporaryDirectory(prefix="octavo-bench-") as name:
-        processes = EngineProcesses(settings, Path(name), program)
+    with _temporary_folder("octavo-bench-") as folder:
+        processes = EngineProcesses(settings, folder, program)
         try:
             client = EngineClient(processes.address, model_digest(settings.folder), processes.check)
         except WireError as error:
@@ -222,20 +271,44 @@ def running_engine(settings: EngineSettings, program: tuple[str, ...] = OCTAVO) 
                 raise cause from error
             raise
         finally:
-            client.close()
-            processes.stop()
+            with held():
+                client.close()
+                processes.stop()
+
+
+@contextmanager
+def _temporary_folder(prefix: str) -> Iterator[Path]:
+    with held():
+        folder = tempfile.TemporaryDirectory(prefix=prefix)
+    try:
+        yield Path(folder.name)
+    finally:
+        with held():
+            folder.cleanup()
+
+
+def _resolve(model: str) -> Path:
+    """Return the folder of a model; where there is none, the message names the shapes as well."""
+    try:
+        return resolve(model).folder
+    except ConfigurationError as error:
+        if Path(model).expanduser().is_dir():
+            raise
+        raise ConfigurationError(f"{error}, nor a shape for benchmarks ({', '.join(CONFIGS)})") from error
 
 
 def _ready(processes: EngineProcesses, client: EngineClient, timeout_s: float) -> Engine:
     began = time.monotonic()
     processes.start()
-    facts = client.connect(timeout_s, _Waiting(processes, began))
+    waiting = _Waiting(processes, began)
+    facts = client.connect(timeout_s, waiting)
     start_s = time.monotonic() - began
+    waiting.show_rest()
     say(f"ready after {start_s:.1f} s")
     num_blocks = client.status().total_blocks
     log = processes.text("worker")
     try:
-        client.run(warmup(facts.vocab_size))
+        client.run(warmup(facts.vocab_size, max_model_len=facts.max_model_len))
     except SmallVocabulary as error:
         raise ConfigurationError(f"the model cannot be benchmarked: {error}") from error
     client.reset_prefix_cache()
@@ -243,22 +316,35 @@ def _ready(processes: EngineProcesses, client: EngineClient, timeout_s: float) -
 
 
 class _Waiting:
-    """Says on standard error what a start waits for and what the worker says, when that changes."""
+    """Says on standard error what a start waits for and what the worker says, when that changes.
+
+    From an error on the worker's lines are held back: where it ends by it, the error that is raised says them.
+    """
 
     def __init__(self, processes: EngineProcesses, began: float) -> None:
         self._processes = processes
         self._began = began
         self._shown = ""
-        self._num_lines = 0
 
     def __call__(self, reason: str) -> None:
         if reason != self._shown:
             self._shown = reason
             self._say(f"waiting: {reason}")
-        lines = self._processes.text("worker").splitlines()
-        for line in lines[self._num_lines :]:
+        self._show_lines(is_over=False)
+
+    def show_rest(self) -> None:
+        """Say what was held back."""
+        self._show_lines(is_over=True)
+
+    def _show_lines(self, *, is_over: bool) -> None:
+        shown = self._processes.num_shown.get("worker", 0)
+        whole = self._processes.text("worker").rpartition("\n")[0]
+        for line in whole.splitlines()[shown:]:
+            if not is_over and _LAST_WORDS.match(line):
+                break
             self._say(line)
-        self._num_lines = len(lines)
+            shown += 1
+        self._processes.num_shown["worker"] = shown
 
     def _say(self, words: str) -> None:
         say(f"{time.monotonic() - self._began:6.1f} s  {words}")

@@ -74,7 +74,7 @@ class Bench:
             "decode_tok_s": round(batch / tpot_cached_s, 1) if tpot_cached_s > 0 else None,
             "ttft_all_ms": round(_best(cold_1) * 1e3, 2),
             "wall_s": round(wall_s, 4),
-            "out_tok_s": round(out / wall_s, 1),
+            **_tokens_a_second(workload, wall_s),
             "walls": _walls(cold),
             "walls1": _walls(cold_1),
             "cached_walls": _walls(cached),
@@ -177,6 +177,13 @@ def _rates(workload: Workload, wall_s: float) -> Row:
         "n_out": n_out,
         "wall_s": round(wall_s, 4),
         "req_s": round(len(workload.requests) / wall_s, 2),
+        **_tokens_a_second(workload, wall_s),
+    }
+
+
+def _tokens_a_second(workload: Workload, wall_s: float) -> Row:
+    n_in, n_out = workload.num_prompt_tokens, workload.num_output_tokens
+    return {
         "out_tok_s": round(n_out / wall_s, 1),
         "in_tok_s": round(n_in / wall_s, 1),
         "total_tok_s": round((n_in + n_out) / wall_s, 1),

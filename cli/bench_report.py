@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from octavo.cli.bench_engine import Engine, EngineSettings
+from octavo.cli.bench_engine import Engine, EngineSettings, say
 from octavo.cli.errors import CommandError, ConfigurationError
 
 Row = dict[str, Any]
+
+_NO_WORKLOADS = ("engine", "skipped", "end")
 
 MAX_PEERS_BYTES = 16 * 2**20
 _COMMAND_TIMEOUT_S = 10.0
@@ -43,6 +45,8 @@ _METRICS: dict[str, tuple[Metric, ...]] = {
     "serving": (Metric("out_tok_s", "tok/s", True), Metric("ttft_ms_p50", "ms"), Metric("tpot_ms_p50", "ms")),
     "latency": (Metric("avg_latency", "s"), Metric("tpot_ms", "ms")),
 }
+
+_RATES = tuple(Metric(key, "tok/s", True) for key in ("out_tok_s", "in_tok_s", "total_tok_s"))
 
 _SAME_WORKLOAD = ("model", "tensor_parallel_size", "bench", "batch", "concurrency", "prompt", "out", "n_in", "n_out")
 """What two rows must have in common to be compared; `sha` as well, where both have it."""
@@ -113,8 +117,14 @@ def peer_of(row: Row, peers: Iterable[Row]) -> Row | None:
     return None
 
 
-def table(rows: Iterable[Row], peers: Iterable[Row]) -> Table:
-    """Return a table of the figures that matter, against those of another engine; a ratio above 1 is in our favour."""
+def table(rows: Iterable[Row], peers: Iterable[Row], *, with_rates: bool = False) -> Table:
+    """Return a table of the figures that matter, against those of another engine; a ratio above 1 is in our favour.
+
+    Args:
+        rows: ours.
+        peers: of other engines.
+        with_rates: show the tokens a second of every workload, even where another figure is what counts.
+    """
     rows = list(rows)
     known = [peer for peer in peers if any(peer.get("model") == row.get("model") for row in rows)]
     shown = Table("workload", "figure", "unit", box=None)
@@ -126,7 +136,8 @@ def table(rows: Iterable[Row], peers: Iterable[Row]) -> Table:
         if row["bench"] == "skipped":
             shown.add_row(row["name"], "skipped")
         peer = peer_of(row, known)
-        for metric in _METRICS.get(row["bench"], ()):
+        metrics = _METRICS.get(row["bench"], ())
+        for metric in dict.fromkeys((*metrics, *_RATES) if with_rates else metrics):
             if (value := row.get(metric.key)) is None:
                 continue
             cells = [name_of(row), metric.key, metric.unit, _number(value)]
@@ -147,10 +158,23 @@ def name_of(row: Row) -> str:
     return f"serving_c{row['concurrency']}" if row["bench"] == "serving" else str(row["bench"])
 
 
-def print_table(rows: Iterable[Row], peers: Iterable[Row]) -> None:
-    """Print the table on standard output; one that is no terminal cuts nothing."""
+def print_table(
+    rows: Iterable[Row], peers: Iterable[Row], files: Iterable[Path] = (), *, with_rates: bool = False
+) -> None:
+    """Print the table on standard output; one that is no terminal cuts nothing.
+
+    Args:
+        rows: ours.
+        peers: of other engines.
+        files: that the user named for the peers: where no row of them is of a workload of ours, that is said.
+        with_rates: show the tokens a second of every workload.
+    """
+    rows, peers = list(rows), list(peers)
     console = Console()
-    console.print(table(rows, peers), soft_wrap=not console.is_terminal)
+    console.print(table(rows, peers, with_rates=with_rates), soft_wrap=not console.is_terminal)
+    names = ", ".join(map(str, files))
+    if names and not any(peer_of(row, peers) for row in rows if row["bench"] not in _NO_WORKLOADS):
+        say(f"--peers {names}: no row has the model, workload and sizes that were measured; nothing is compared")
 
 
 class RowWriter:

@@ -3,12 +3,13 @@
 import json
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.cli import bench_workloads as workloads
-from octavo.cli.bench_client import Run, TimeIsUp
+from octavo.cli.bench_client import Run, TimeIsUp, require_fit
 from octavo.cli.bench_engine import say
 from octavo.cli.bench_measure import Bench, Row
 from octavo.cli.bench_report import RowWriter, name_of
@@ -21,7 +22,17 @@ DEFAULT_REPEATS = 2
 _ESTIMATE_MARGIN = 1.3
 """What is planned for a workload, over what another engine took for it."""
 
-_BATCH = re.compile(r"(decode_b|serving_c)([1-9][0-9]{0,5})")
+_BATCH = re.compile(r"(decode)_b([1-9][0-9]{0,5})|(serving)_c([1-9][0-9]{0,5})")
+
+TAKEN_BY: dict[str, tuple[str, ...]] = {
+    "num-prompts": (*workloads.OFFLINE, "serving"),
+    "batch": ("decode",),
+    "input-len": ("decode", "prefill", "unique_prefix"),
+    "output-len": ("decode", "shared_prefix", "unique_prefix"),
+    "concurrency": ("serving",),
+    "repeat": (*workloads.OFFLINE, "decode"),
+}
+"""The workloads that a flag for sizes holds for: the others have fixed or drawn lengths, or run once."""
 
 _LARGE_MODEL = (
     *(f"decode_b{batch}" for batch in workloads.DECODE_BATCHES),
@@ -36,12 +47,23 @@ SUITES: dict[str, tuple[str, ...]] = {"qwen3-0.6b": ("decode_b1", "decode_b64", 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of workloads where they are not the usual ones."""
+    """Sizes of workloads where they are not the usual ones; each is for those that TAKEN_BY names."""
 
     num_requests: int | None = None
-    num_prompt_tokens: int = 512
-    num_output_tokens: int = 128
+    num_prompt_tokens: int | None = None
+    num_output_tokens: int | None = None
     repeat: int | None = None
+
+    @property
+    def flags(self) -> dict[str, int]:
+        """What is given, by flag."""
+        flags = {
+            "num-prompts": self.num_requests,
+            "input-len": self.num_prompt_tokens,
+            "output-len": self.num_output_tokens,
+            "repeat": self.repeat,
+        }
+        return {flag: value for flag, value in flags.items() if value is not None}
 
 
 def suite_of(model: str) -> tuple[str, ...]:
@@ -61,26 +83,82 @@ def check_names(names: Iterable[str]) -> None:
             raise ConfigurationError(f"workload {name!r} is unknown; there are {', '.join(known)}")
 
 
-def measure(bench: Bench, vocab_size: int, name: str, sizes: Sizes) -> Row:
-    """Measure one workload by its name.
+def check_flags(flags: Mapping[str, int], names: Sequence[str]) -> None:
+    """Check that each flag for sizes holds for one of the workloads.
+
+    Args:
+        flags: values by flag of TAKEN_BY.
+        names: of workloads, which are known.
+
+    Raises:
+        ConfigurationError: one would be without effect.
+    """
+    kinds = {_kind(name) for name in names}
+    for flag, value in flags.items():
+        if not kinds & set(TAKEN_BY[flag]):
+            raise ConfigurationError(
+                f"--{flag} {value} does not hold for workload {', '.join(names)}; "
+                f"it holds for {', '.join(TAKEN_BY[flag])}"
+            )
+
+
+def make(name: str, vocab_size: int, sizes: Sizes) -> workloads.Workload:
+    """Return a workload by its name, in the sizes that hold for it.
 
     Raises:
         ConfigurationError: there is no such workload, or the vocabulary is too small for it.
+    """
+    check_names([name])
+    kind = _kind(name)
+    arguments = {"num-prompts": "num_requests", "input-len": "num_prompt_tokens", "output-len": "num_output_tokens"}
+    chosen = {
+        arguments[flag]: value for flag, value in sizes.flags.items() if flag in arguments and kind in TAKEN_BY[flag]
+    }
+    try:
+        if kind == "decode":
+            return workloads.decode(vocab_size, _number(name), **chosen)
+        if kind == "serving":
+            return workloads.serving(vocab_size, _number(name), num_requests=sizes.num_requests)
+        return workloads.make_offline(name, vocab_size, **chosen)
+    except workloads.SmallVocabulary as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def check_lengths(names: Iterable[str], sizes: Sizes, max_model_len: int | None) -> None:
+    """Check before a start that the longest request of each workload fits; lengths do not depend on the vocabulary.
+
+    Raises:
+        ConfigurationError: one does not.
+    """
+    if max_model_len is not None:
+        for name in names:
+            require_fit(make(name, workloads.END_ID, sizes), max_model_len)
+
+
+def measure(bench: Bench, vocab_size: int, name: str, sizes: Sizes) -> Row:
+    """Measure one workload by its name; say before what it is, and after how long it took.
+
+    Raises:
+        ConfigurationError: there is no such workload, the vocabulary is too small for it, or it is too long.
         RunFailed: it failed.
         TimeIsUp: the deadline came.
     """
-    check_names([name])
-    try:
-        if (found := _BATCH.fullmatch(name)) is None:
-            workload = workloads.make_offline(name, vocab_size, sizes.num_requests)
-            return bench.throughput(workload, sizes.repeat or OFFLINE_REPEATS.get(name, DEFAULT_REPEATS))
-        number = int(found[2])
-        if found[1] == "serving_c":
-            return bench.serving(workloads.serving(vocab_size, number), number)
-        workload = workloads.decode(vocab_size, number, sizes.num_prompt_tokens, sizes.num_output_tokens)
-        return bench.decode(workload, sizes.repeat or DEFAULT_REPEATS)
-    except workloads.SmallVocabulary as error:
-        raise ConfigurationError(str(error)) from error
+    workload = make(name, vocab_size, sizes)
+    kind = _kind(name)
+    with timed(name, workload):
+        if kind == "serving":
+            return bench.serving(workload, _number(name))
+        repeat = sizes.repeat or OFFLINE_REPEATS.get(name, DEFAULT_REPEATS)
+        return bench.decode(workload, repeat) if kind == "decode" else bench.throughput(workload, repeat)
+
+
+@contextmanager
+def timed(name: str, workload: workloads.Workload) -> Iterator[None]:
+    """Say what is about to be measured, and at the end how long that took."""
+    say(f"{name}: {workload.sizes}")
+    began = time.monotonic()
+    yield
+    say(f"{name}: measured in {time.monotonic() - began:.1f} s")
 
 
 def run_suite(
@@ -110,9 +188,7 @@ def run_suite(
         except TimeIsUp as error:
             _skip(writer, name, str(error))
             continue
-        took_s = time.monotonic() - began
-        writer.write({**row, "took_s": round(took_s, 2)})
-        say(f"{name}: measured in {took_s:.1f} s")
+        writer.write({**row, "took_s": round(time.monotonic() - began, 2)})
 
 
 def estimate(peers: Iterable[Row], model: str) -> dict[str, float]:
@@ -153,6 +229,16 @@ class ClientTrace:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _kind(name: str) -> str:
+    found = _BATCH.fullmatch(name)
+    return name if found is None else found[1] or found[3]
+
+
+def _number(name: str) -> int:
+    found = _BATCH.fullmatch(name)
+    return 1 if found is None else int(found[2] or found[4])
 
 
 def _skip(writer: RowWriter, name: str, reason: str) -> None:

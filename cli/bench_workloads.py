@@ -60,6 +60,17 @@ class Workload:
         return sum(request.num_output_tokens for request in self.requests)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output together."""
+        return max((len(request.prompt_ids) + request.num_output_tokens for request in self.requests), default=0)
+
+    @property
+    def sizes(self) -> str:
+        """In words."""
+        tokens = f"{self.num_prompt_tokens:,} tokens in, {self.num_output_tokens:,} out"
+        return f"{len(self.requests)} request{'s' if len(self.requests) > 1 else ''}, {tokens}"
+
+    @property
     def digest(self) -> str:
         """16 hexadecimal digits that differ when a token or a length does."""
         digest = sha256()
@@ -127,7 +138,13 @@ def offline_256(num_requests: int = 256, least: int = 100, greatest: int = 1024)
     return Workload("offline_256", requests, temperature=0.6)
 
 
-def serving(vocab_size: int, concurrency: int, requests_per_client: int = 4, fixed: bool = False) -> Workload:
+def serving(
+    vocab_size: int,
+    concurrency: int,
+    requests_per_client: int = 4,
+    fixed: bool = False,
+    num_requests: int | None = None,
+) -> Workload:
     """Return requests for so many clients, each of which sends its next request when the last one has ended.
 
     Args:
@@ -135,8 +152,9 @@ def serving(vocab_size: int, concurrency: int, requests_per_client: int = 4, fix
         concurrency: clients.
         requests_per_client: on average; there are at least 16 requests.
         fixed: 512 tokens in and 128 out each, instead of the lengths of `sharegpt_like`.
+        num_requests: exactly so many, instead.
     """
-    num_requests = max(16, concurrency * requests_per_client)
+    num_requests = num_requests or max(16, concurrency * requests_per_client)
     if fixed:
         rng = np.random.default_rng([66, concurrency])
         requests = _random_prompts(rng, vocab_size, [512] * num_requests, [128] * num_requests)
@@ -146,11 +164,26 @@ def serving(vocab_size: int, concurrency: int, requests_per_client: int = 4, fix
 
 
 def warmup(
-    vocab_size: int, num_requests: int = 32, num_prompt_tokens: int = 96, num_output_tokens: int = 16
+    vocab_size: int,
+    num_requests: int = 32,
+    num_prompt_tokens: int = 96,
+    num_output_tokens: int = 16,
+    max_model_len: int | None = None,
 ) -> Workload:
-    """Return requests of growing prompts that bring an engine to its working temperature before anything is timed."""
+    """Return requests of growing prompts that bring an engine to its working temperature before anything is timed.
+
+    Args:
+        vocab_size: of the model.
+        num_requests: of the workload.
+        num_prompt_tokens: of the first request.
+        num_output_tokens: of each request.
+        max_model_len: most tokens of a request, at least 2; what is longer is cut.
+    """
     rng = np.random.default_rng(99)
-    prompts = range(num_prompt_tokens, num_prompt_tokens + num_requests)
+    prompts: Iterable[int] = range(num_prompt_tokens, num_prompt_tokens + num_requests)
+    if max_model_len is not None:
+        num_output_tokens = min(num_output_tokens, max_model_len // 2)
+        prompts = [min(prompt, max_model_len - num_output_tokens) for prompt in prompts]
     return Workload("warmup", _random_prompts(rng, vocab_size, prompts, [num_output_tokens] * num_requests))
 
 
@@ -166,8 +199,8 @@ OFFLINE: dict[str, Callable[..., Workload]] = {
 NAMES = (*OFFLINE, "decode", "serving")
 
 
-def make_offline(name: str, vocab_size: int, num_requests: int | None = None) -> Workload:
-    """Return one of OFFLINE, in its usual size or with so many requests.
+def make_offline(name: str, vocab_size: int, num_requests: int | None = None, **tokens: int) -> Workload:
+    """Return one of OFFLINE, in its usual size or with so many requests and tokens (as its own arguments are called).
 
     Raises:
         UnknownWorkload: there is none of this name.
@@ -176,7 +209,7 @@ def make_offline(name: str, vocab_size: int, num_requests: int | None = None) ->
     if name not in OFFLINE:
         raise UnknownWorkload(f"workload {name!r} is unknown; there are {', '.join(NAMES)}")
     sizes: dict[str, Any] = {} if num_requests is None else {"num_requests": num_requests}
-    return OFFLINE[name](vocab_size, **sizes)
+    return OFFLINE[name](vocab_size, **sizes, **tokens)
 
 
 def all_workloads(vocab_size: int) -> list[Workload]:

@@ -3,8 +3,8 @@
 import grpc
 import typer
 
-from octavo.cli.client import DEFAULT_ADDRESS, Address, failure
 from octavo.cli.command import Command
+from octavo.cli.connection import DEFAULT_ADDRESS, Address, ApiKey, TlsCa, TlsCert, TlsKey, connected
 from octavo.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 5.0
@@ -20,15 +20,21 @@ def _cache() -> None:
 
 
 @app.command("reset", cls=Command)
-def reset(address: Address = DEFAULT_ADDRESS) -> None:
+def reset(
+    address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
     """Forget all cached prefixes, so that no later request finds what was computed before. Running requests go on."""
-    with grpc.insecure_channel(address) as channel:
+    with connected(address, api_key, tls_ca, tls_cert, tls_key) as connection:
         try:
-            answer = admin_pb2_grpc.AdminServiceStub(channel).ResetPrefixCache(
-                admin_pb2.ResetPrefixCacheRequest(), timeout=_TIMEOUT_S
+            answer = admin_pb2_grpc.AdminServiceStub(connection.channel).ResetPrefixCache(
+                admin_pb2.ResetPrefixCacheRequest(), timeout=_TIMEOUT_S, metadata=connection.metadata
             )
         except grpc.RpcError as error:
-            raise failure(address, error) from error
+            raise connection.failure(error) from error
     typer.echo(f"{answer.dropped_blocks} blocks can no longer be found")
 
 

@@ -10,11 +10,19 @@ import grpc
 import typer
 
 from octavo.cli.command import Command
-from octavo.cli.errors import CommandError
+from octavo.cli.connection import (
+    DEFAULT_ADDRESS,
+    Address,
+    ApiKey,
+    Connection,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    connected,
+)
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as rpc
 
-Address = Annotated[str, typer.Option("--address", envvar="OCTAVO_ADDRESS", help="HOST:PORT of the service.")]
 ModelName = Annotated[str, typer.Option("--model", help="Name of the model; default: the service's.")]
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", min=1, help="Most tokens of the answer.")]
 Temperature = Annotated[float | None, typer.Option("--temperature", help="0: greedy.")]
@@ -37,7 +45,6 @@ CacheSalt = Annotated[
 ShowUsage = Annotated[
     bool, typer.Option("--usage", help="Say on standard error what an answer cost: tokens, cached ones, times.")
 ]
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 EXIT_INTERRUPTED = 130
 """As a shell reports SIGINT: what was printed is not the whole answer."""
 
@@ -63,6 +70,10 @@ def generate(
     priority: Priority = 0,
     cache_salt: CacheSalt = "",
     usage: ShowUsage = False,
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Continue a text and print it as it comes."""
     # The newline that ends a piped text is the shell's, not the author's; most models continue badly after it.
@@ -75,8 +86,8 @@ def generate(
         priority=priority,
         cache_salt=cache_salt,
     )
-    with grpc.insecure_channel(address) as channel:
-        answer = _stream(rpc.GenerationServiceStub(channel), request, address)
+    with connected(address, api_key, tls_ca, tls_cert, tls_key) as connection:
+        answer = _stream(connection, request)
     _end(answer, usage)
     if answer.is_cut:
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -96,12 +107,15 @@ def chat(
     priority: Priority = 0,
     cache_salt: CacheSalt = "",
     usage: ShowUsage = False,
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Talk with a model. /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C cancels an answer."""
     opening = [pb.ChatMessage(role="system", content=system)] if system else []
     messages = list(opening)
-    with grpc.insecure_channel(address) as channel:
-        stub = rpc.GenerationServiceStub(channel)
+    with connected(address, api_key, tls_ca, tls_cert, tls_key) as connection:
         while (line := message or _ask()) is not None:
             if line == "/reset":
                 messages = list(opening)
@@ -116,7 +130,7 @@ def chat(
                 priority=priority,
                 cache_salt=cache_salt,
             )
-            answer = _stream(stub, request, address)
+            answer = _stream(connection, request)
             _end(answer, usage)
             if message and answer.is_cut:
                 raise typer.Exit(EXIT_INTERRUPTED)
@@ -138,17 +152,18 @@ def _ask() -> str | None:
     return None if line == "/exit" else line
 
 
-def _stream(stub: rpc.GenerationServiceStub, request: pb.GenerationInput, address: str) -> Answer:
+def _stream(connection: Connection, request: pb.GenerationInput) -> Answer:
     """Print an answer as it comes; return it. Ctrl-C ends it early.
 
     Raises:
         CommandError: the service refused or failed.
     """
-    call = stub.GenerateStream(pb.GenerateStreamRequest(input=request))
+    stub = rpc.GenerationServiceStub(connection.channel)
+    call = stub.GenerateStream(pb.GenerateStreamRequest(input=request), metadata=connection.metadata)
     pieces = []
     is_cut = False
     usage = None
-    with _cancelled_by_ctrl_c(call.cancel):
+    with cancelled_by_ctrl_c(call.cancel):
         try:
             for event in call:
                 if event.WhichOneof("event") == "delta":
@@ -159,7 +174,7 @@ def _stream(stub: rpc.GenerationServiceStub, request: pb.GenerationInput, addres
                     usage = event.finished.usage
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.CANCELLED:
-                raise failure(address, error) from error
+                raise connection.failure(error) from error
             is_cut = True
     return Answer("".join(pieces), is_cut, usage)
 
@@ -178,26 +193,9 @@ def _end(answer: Answer, with_usage: bool) -> None:
         )
 
 
-def failure(address: str, error: grpc.RpcError) -> CommandError:
-    """Return the one line that the user gets for a failed call."""
-    details = error.details() or ""
-    if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
-        return CommandError(f"no service answers at {address} (HOST:PORT){_how_to_start(address)}")
-    return CommandError(f"{error.code().name}: {' '.join(details.split())}")
-
-
-def _how_to_start(address: str) -> str:
-    """Return what would start a service at an address of this machine, '' for another one."""
-    host, _, port = address.rpartition(":")
-    if host.strip("[]") not in ("127.0.0.1", "localhost", "::1") or not port.isdecimal():
-        return ""
-    flags = " --host ::1" if host.strip("[]") == "::1" else ""
-    flags += "" if port == DEFAULT_ADDRESS.rpartition(":")[2] else f" --grpc-port {port}"
-    return f"; 'octavo serve demo{flags}' starts one here"
-
-
 @contextmanager
-def _cancelled_by_ctrl_c(cancel: Callable[[], object]) -> Iterator[None]:
+def cancelled_by_ctrl_c(cancel: Callable[[], object]) -> Iterator[None]:
+    """Let Ctrl-C cancel a call, instead of raising KeyboardInterrupt, for a while."""
     previous = signal.signal(signal.SIGINT, lambda *_: cancel())
     try:
         yield

@@ -97,6 +97,7 @@ def _policies() -> str:
 
 
 _LISTEN, _MODEL, _LIMITS, _MEMORY = "Listening", "Model", "Scheduling", "Memory"
+_ACCESS = "Keys and TLS"
 _PROCESS = "Process"
 
 ModelArgument = Annotated[
@@ -114,6 +115,7 @@ ConfigFile = Annotated[
 ]
 Host = Annotated[str, option("--host", _LISTEN, "Address to listen on.")]
 GrpcPort = Annotated[int, option("--grpc-port", _LISTEN, "Port of the gRPC service.", min=0, max=65535)]
+HttpPort = Annotated[int, option("--http-port", _LISTEN, "Port of the OpenAI-compatible API.", min=0, max=65535)]
 ServedModelName = Annotated[
     list[str] | None,
     option("--served-model-name", _LISTEN, "Names that clients ask for, the default first (may be repeated)."),
@@ -123,6 +125,52 @@ MaxMessageBytes = Annotated[
 ]
 Grace = Annotated[
     float, option("--grace", _LISTEN, "Seconds that running streams get after SIGTERM.", callback=_positive(float))
+]
+ApiKey = Annotated[
+    list[str] | None,
+    option(
+        "--api-key",
+        _ACCESS,
+        "A key that clients must send (may be repeated; several in the variable are separated by spaces). Others on "
+        "this machine can read a command line: prefer the variable or the file.",
+        show_default=False,
+    ),
+]
+ApiKeyFile = Annotated[
+    Path | None,
+    option("--api-key-file", _ACCESS, "File of such keys, one a line, that others cannot read.", dir_okay=False),
+]
+AdminApiKey = Annotated[
+    list[str] | None,
+    option(
+        "--admin-api-key",
+        _ACCESS,
+        "A key that the administration needs (may be repeated); default: any key. It opens all else as well.",
+        show_default=False,
+    ),
+]
+SharePrefixCache = Annotated[
+    bool,
+    option(
+        "--share-prefix-cache/--no-share-prefix-cache",
+        _ACCESS,
+        "Holders of different keys find each other's cached prefixes, which tells them by the time what others asked.",
+    ),
+]
+SslCertfile = Annotated[
+    Path | None, option("--ssl-certfile", _ACCESS, "PEM file of the certificate chain; turns TLS on.", dir_okay=False)
+]
+SslKeyfile = Annotated[
+    Path | None, option("--ssl-keyfile", _ACCESS, "PEM file of its private key, without a password.", dir_okay=False)
+]
+SslCaCerts = Annotated[
+    Path | None,
+    option(
+        "--ssl-ca-certs",
+        _ACCESS,
+        "PEM file of authorities: clients need a certificate of theirs (mutual TLS).",
+        dir_okay=False,
+    ),
 ]
 DeviceName = Literal["auto", "cpu", "cuda"]
 BackendName = Literal["auto", "cpu", "reference", "triton"]
@@ -204,7 +252,10 @@ MaxWaitingTokens = Annotated[
 MaxRequestsPerCaller = Annotated[
     int,
     option(
-        "--max-requests-per-caller", _LIMITS, "Requests that one caller (address) may have at once; 0: no limit.", min=0
+        "--max-requests-per-caller",
+        _LIMITS,
+        "Requests that one caller (key, else address) may have at once; 0: no limit.",
+        min=0,
     ),
 ]
 MaxWaitingTokensPerCaller = Annotated[
@@ -212,7 +263,7 @@ MaxWaitingTokensPerCaller = Annotated[
     option(
         "--max-waiting-tokens-per-caller",
         _LIMITS,
-        "Prompt tokens times choices that one caller (address) may have waiting; a single request may exceed it when "
+        "Prompt tokens times choices that one caller (key, else address) may have waiting; a single request may exceed it when "
         "none of the caller's waits; 0: no limit.",
         min=0,
     ),
@@ -287,3 +338,4 @@ SchedulerAddress = Annotated[
 ]
 LogLevel = Annotated[LevelName, option("--log-level", _PROCESS, "Least level of what is logged.")]
 ExitWithParent = Annotated[int | None, typer.Option("--exit-with-parent", hidden=True)]
+LocalSocket = Annotated[str, typer.Option("--local-socket", hidden=True)]

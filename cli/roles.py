@@ -14,17 +14,27 @@ def frontend(
     model: options.ModelArgument,
     host: options.Host = "127.0.0.1",
     grpc_port: options.GrpcPort = 50051,
+    http_port: options.HttpPort = 8000,
     served_model_name: options.ServedModelName = None,
     max_message_bytes: options.MaxMessageBytes = 16 * 2**20,
     grace: options.Grace = 30.0,
+    api_key: options.ApiKey = None,
+    api_key_file: options.ApiKeyFile = None,
+    admin_api_key: options.AdminApiKey = None,
+    share_prefix_cache: options.SharePrefixCache = False,
+    ssl_certfile: options.SslCertfile = None,
+    ssl_keyfile: options.SslKeyfile = None,
+    ssl_ca_certs: options.SslCaCerts = None,
     recovery_timeout: options.RecoveryTimeout = 120.0,
     scheduler_address: options.SchedulerAddress = None,
     log_level: options.LogLevel = "info",
     config: options.ConfigFile = None,
+    local_socket: options.LocalSocket = "",
     exit_with_parent: options.ExitWithParent = None,
 ) -> None:
-    """Run a frontend: gRPC service, tokenizer, streams."""
+    """Run a frontend: gRPC and HTTP services, tokenizer, streams."""
     _begin("frontend", log_level, exit_with_parent)
+    from octavo.cli import keys
     from octavo.frontend.config import FrontendConfig
     from octavo.frontend.main import run
 
@@ -37,6 +47,11 @@ def frontend(
                 address=scheduler_address or default_scheduler_address(),
                 host=host,
                 grpc_port=grpc_port,
+                http_port=http_port,
+                auth=keys.load_auth(api_key, api_key_file, admin_api_key),
+                tls=keys.load_tls(ssl_certfile, ssl_keyfile, ssl_ca_certs),
+                local_socket=local_socket,
+                share_prefix_cache=share_prefix_cache,
                 max_message_bytes=max_message_bytes,
                 grace_s=grace,
                 recovery_timeout_s=recovery_timeout,

@@ -1,5 +1,7 @@
 """octavo status: the processes of a running service, its queues and blocks."""
 
+from collections.abc import Iterator
+from datetime import datetime
 from typing import Annotated
 
 import grpc
@@ -8,8 +10,18 @@ from google.protobuf import json_format
 from rich.console import Console
 from rich.table import Table
 
-from octavo.cli.client import DEFAULT_ADDRESS, Address, failure
+from octavo.cli.client import cancelled_by_ctrl_c
 from octavo.cli.command import Command
+from octavo.cli.connection import (
+    DEFAULT_ADDRESS,
+    Address,
+    ApiKey,
+    Connection,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    connected,
+)
 from octavo.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 5.0
@@ -20,25 +32,63 @@ def status(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print GetStatusResponse as JSON, epochs in decimal.")
     ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again whenever it changes; with --json one line each time.")
+    ] = False,
+    interval_s: Annotated[
+        float, typer.Option("--interval", min=0.1, max=60.0, help="Least seconds between two states of --watch.")
+    ] = 1.0,
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
-    """Show processes, queues and blocks. Exit status 1 if the service is not ready."""
-    with grpc.insecure_channel(address) as channel:
+    """Show processes, queues and blocks. Exit status 1 if the service is not ready.
+
+    --watch ends with Ctrl-C, or when the service has drained; the exit status is that of the last state.
+    """
+    is_ready = False
+    with connected(address, api_key, tls_ca, tls_cert, tls_key) as connection:
         try:
-            answer = admin_pb2_grpc.AdminServiceStub(channel).GetStatus(
-                admin_pb2.GetStatusRequest(), timeout=_TIMEOUT_S
-            )
+            for answer in _watch(connection, interval_s) if watch else _get(connection):
+                is_ready = answer.ready
+                if as_json:
+                    typer.echo(_json(answer, is_line=watch))
+                else:
+                    if watch:
+                        typer.echo(f"--- {datetime.now():%H:%M:%S}")
+                    _show(answer)
         except grpc.RpcError as error:
-            raise failure(address, error) from error
-    if as_json:
-        typer.echo(
-            json_format.MessageToJson(
-                answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-            )
-        )
-    else:
-        _show(answer)
-    if not answer.ready:
+            raise connection.failure(error) from error
+    if not is_ready:
         raise typer.Exit(1)
+
+
+def _get(connection: Connection) -> Iterator[admin_pb2.GetStatusResponse]:
+    stub = admin_pb2_grpc.AdminServiceStub(connection.channel)
+    yield stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=_TIMEOUT_S, metadata=connection.metadata)
+
+
+def _watch(connection: Connection, interval_s: float) -> Iterator[admin_pb2.GetStatusResponse]:
+    request = admin_pb2.WatchStatusRequest()
+    request.interval.FromMilliseconds(round(interval_s * 1000))
+    call = admin_pb2_grpc.AdminServiceStub(connection.channel).WatchStatus(request, metadata=connection.metadata)
+    with cancelled_by_ctrl_c(call.cancel):
+        try:
+            for message in call:
+                yield message.status
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.CANCELLED:
+                raise
+
+
+def _json(answer: admin_pb2.GetStatusResponse, is_line: bool) -> str:
+    return json_format.MessageToJson(
+        answer,
+        preserving_proto_field_name=True,
+        always_print_fields_with_no_presence=True,
+        indent=None if is_line else 2,
+    )
 
 
 def _show(answer: admin_pb2.GetStatusResponse) -> None:

@@ -11,8 +11,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from octavo.cli.keys import SECRET_VARIABLES
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +34,17 @@ EXIT_GAVE_UP = 1
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """A process to keep alive: `octavo ROLE ARGUMENTS`."""
+    """A process to keep alive: `octavo ROLE ARGUMENTS`.
+
+    Attributes:
+        role: what it is.
+        arguments: of its command line, which everybody can read.
+        environment: what it alone gets, beside ours without keys.
+    """
 
     role: str
     arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 class Supervisor:
@@ -124,6 +133,7 @@ class Supervisor:
 
     async def _live(self, spec: ChildSpec) -> int:
         """Run one life of a child; return its exit code, negative for a signal."""
+        ours = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
         process = await asyncio.create_subprocess_exec(
             *self._program,
             spec.role,
@@ -131,6 +141,7 @@ class Supervisor:
             "--exit-with-parent",
             str(os.getpid()),
             stdin=asyncio.subprocess.DEVNULL,
+            env={**ours, **spec.environment},
             start_new_session=True,  # a Ctrl-C in the terminal reaches the supervisor alone, which then ends in order
         )
         self._processes[spec.role] = process

@@ -1,21 +1,25 @@
-"""AdminService: what the service is made of, what it holds, and what it is to forget."""
+"""AdminService: what the service is made of, what it holds, what it is to forget, and that it is to end."""
 
+import asyncio
 import os
-from collections.abc import Callable
 
 import grpc
 
 from octavo.frontend.config import FrontendConfig
-from octavo.frontend.errors import InvalidArgument, ServiceError, Unavailable, abort
-from octavo.frontend.metadata import read_request_id
-from octavo.frontend.rpc import parse
+from octavo.frontend.errors import InvalidArgument, TooManyStreams, Unavailable
+from octavo.frontend.lifecycle import Lifecycle
+from octavo.frontend.rpc import Context, answer, known, parse
 from octavo.frontend.scheduler_client import SchedulerClient
 from octavo.v1 import admin_pb2
 from octavo.wire.requests import StatusReport
 
 ADMIN_SERVICE = "octavo.v1.AdminService"
 
-Context = grpc.aio.ServicerContext[object, object]
+DEFAULT_INTERVAL_S, MIN_INTERVAL_S, MAX_INTERVAL_S = 1.0, 0.1, 60.0
+"""Between two messages of a watch."""
+
+MAX_WATCHES = 16
+"""At one time. Each asks the scheduler once an interval, which answers in the time that a step needs."""
 
 
 class AdminServicer:
@@ -23,19 +27,28 @@ class AdminServicer:
 
     Args:
         config: names and patience.
-        is_draining: whether this frontend is about to stop.
+        lifecycle: whether this frontend drains, and how it is made to.
     """
 
-    def __init__(self, config: FrontendConfig, is_draining: Callable[[], bool]) -> None:
+    def __init__(self, config: FrontendConfig, lifecycle: Lifecycle) -> None:
         self._config = config
-        self._is_draining = is_draining
+        self._lifecycle = lifecycle
         self._client: SchedulerClient | None = None
+        self._num_watches = 0
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Offer the service. What a GetStatusRequest holds, even bytes that are none, changes nothing."""
         handlers = {
             "GetStatus": grpc.unary_unary_rpc_method_handler(
                 self.get_status, parse(admin_pb2.GetStatusRequest), admin_pb2.GetStatusResponse.SerializeToString
+            ),
+            "WatchStatus": grpc.unary_stream_rpc_method_handler(
+                self.watch_status,
+                parse(admin_pb2.WatchStatusRequest),
+                admin_pb2.WatchStatusResponse.SerializeToString,
+            ),
+            "Drain": grpc.unary_unary_rpc_method_handler(
+                self.drain, parse(admin_pb2.DrainRequest), admin_pb2.DrainResponse.SerializeToString
             ),
             "ResetPrefixCache": grpc.unary_unary_rpc_method_handler(
                 self.reset_prefix_cache,
@@ -50,23 +63,73 @@ class AdminServicer:
         self._client = client
 
     async def get_status(
-        self, _request: admin_pb2.GetStatusRequest | None, _context: Context
+        self, _request: admin_pb2.GetStatusRequest | None, context: Context
     ) -> admin_pb2.GetStatusResponse:
         """Return the state of the service; without the scheduler's part if it does not answer in time."""
-        client = self._client
+        return await answer(context, self._status)
+
+    async def watch_status(self, request: admin_pb2.WatchStatusRequest | None, context: Context) -> None:
+        """Send the state of the service whenever it has changed, until the service has drained."""
+
+        async def work() -> None:
+            interval_s = _interval_s(known(request, admin_pb2.WatchStatusRequest))
+            if self._num_watches >= MAX_WATCHES:
+                raise TooManyStreams(f"{MAX_WATCHES} watches of the status are running here, the limit")
+            self._num_watches += 1
+            try:
+                await self._watch(context, interval_s)
+            finally:
+                self._num_watches -= 1
+
+        await answer(context, work)
+
+    async def drain(self, request: admin_pb2.DrainRequest | None, context: Context) -> admin_pb2.DrainResponse:
+        """Take no new requests from now on."""
+
+        async def work() -> admin_pb2.DrainResponse:
+            known(request, admin_pb2.DrainRequest)
+            await self._lifecycle.drain()
+            num_running = len(self._client.streams) if self._client is not None else 0
+            return admin_pb2.DrainResponse(running_requests=num_running)
+
+        return await answer(context, work)
+
+    async def _watch(self, context: Context, interval_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        sent: admin_pb2.GetStatusResponse | None = None
+        while True:
+            due = loop.time() + interval_s
+            # Looked at before the state is asked for: the last state is one of after the end.
+            drained = self._lifecycle.drained
+            status = await self._status()
+            if status != sent:
+                await context.write(admin_pb2.WatchStatusResponse(status=status))
+                sent = status
+            if drained:
+                return
+            await self._lifecycle.wait_over(due - loop.time())
+            if self._lifecycle.stopped and not self._lifecycle.drained:
+                raise Unavailable("the frontend has stopped")
+
+    async def _status(self) -> admin_pb2.GetStatusResponse:
+        client, draining = self._client, self._lifecycle.draining
         report = await client.status() if client is not None else None
         response = admin_pb2.GetStatusResponse(models=self._config.served_model_names)
-        response.ready = client is not None and client.serving and not client.reason and not self._is_draining()
+        response.ready = client is not None and client.serving and not client.reason and not draining
         if not response.ready:
             reason = "the model is being loaded" if client is None else client.reason
-            response.reason = "the frontend is about to stop" if self._is_draining() else reason
+            response.reason = "draining: no new requests are taken" if draining else reason
         if client is not None and client.facts is not None:
             response.max_model_len = client.facts.max_model_len
-        known = {process.boot_id for process in report.processes} if report is not None else set()
-        if client is None or client.boot_id not in known:
+        reported = {process.boot_id for process in report.processes} if report is not None else set()
+        if client is None or client.boot_id not in reported:
             response.processes.append(self._own_status(client))
         if report is not None:
             _add_report(response, report)
+            for process in response.processes:
+                # The scheduler does not know: it would take requests of ours.
+                if draining and client is not None and process.boot_id == client.boot_id:
+                    process.state = "draining"
             if client is not None and client.facts is not None:
                 response.scheduler.scheduling_policy = client.facts.scheduling_policy
                 response.scheduler.prefix_caching = client.facts.prefix_caching
@@ -77,25 +140,23 @@ class AdminServicer:
         self, request: admin_pb2.ResetPrefixCacheRequest | None, context: Context
     ) -> admin_pb2.ResetPrefixCacheResponse:
         """Make the scheduler forget all cached prefixes; UNAVAILABLE if it does not say that it has."""
-        error: ServiceError
-        if request is None:
-            name = admin_pb2.ResetPrefixCacheRequest.DESCRIPTOR.full_name
-            error = InvalidArgument(f"the bytes are no {name}", field_path="")
-        elif self._client is None:
-            error = Unavailable("the model is being loaded")
-        else:
-            num_dropped = await self._client.reset_prefix_cache()
+
+        async def work() -> admin_pb2.ResetPrefixCacheResponse:
+            known(request, admin_pb2.ResetPrefixCacheRequest)
+            client = self._client
+            if client is None:
+                raise Unavailable("the model is being loaded")
+            num_dropped = await client.reset_prefix_cache()
             if num_dropped is not None:
                 return admin_pb2.ResetPrefixCacheResponse(dropped_blocks=num_dropped)
-            reason = "" if self._client.epoch else self._client.reason
+            reason = "" if client.epoch else client.reason
             wait = f"{self._config.status_timeout_s:g} s"
-            error = Unavailable(
-                reason or f"the scheduler did not confirm it within {wait}, or is asked too much at once"
-            )
-        await abort(context, error, read_request_id(context.invocation_metadata()))
+            raise Unavailable(reason or f"the scheduler did not confirm it within {wait}, or is asked too much at once")
+
+        return await answer(context, work)
 
     def _own_status(self, client: SchedulerClient | None) -> admin_pb2.ProcessStatus:
-        if self._is_draining():
+        if self._lifecycle.draining:
             state = "draining"
         elif client is None:
             state = "loading"
@@ -108,6 +169,17 @@ class AdminServicer:
             epoch=client.epoch if client is not None else 0,
             state=state,
         )
+
+
+def _interval_s(request: admin_pb2.WatchStatusRequest) -> float:
+    if not request.HasField("interval"):
+        return DEFAULT_INTERVAL_S
+    asked = request.interval
+    interval_s = asked.seconds + asked.nanos / 1e9
+    if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
+        message = f"{interval_s:g} s must be from {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} s"
+        raise InvalidArgument(message, field_path="interval")
+    return interval_s
 
 
 def _add_report(response: admin_pb2.GetStatusResponse, report: StatusReport) -> None:

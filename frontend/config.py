@@ -1,7 +1,10 @@
 """What a frontend is told at its start; read once, never changed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from octavo.frontend.auth import Authenticator
+from octavo.frontend.tls import TlsFiles
 
 
 @dataclass(frozen=True)
@@ -14,6 +17,12 @@ class FrontendConfig:
         served_model_names: names under which clients ask for the model; the first is the default and is reported.
         address: where the scheduler listens (ipc:///folder/name or tcp://127.0.0.1:port).
         host, grpc_port: where this frontend listens; port 0 lets the system choose one.
+        http_port: where the HTTP door listens, on the same host; None: there is none.
+        auth: the keys that open the services; without any, everybody may call.
+        tls: certificate and key of this frontend; None: no TLS.
+        local_socket: path of a Unix socket where the gRPC services are offered too, without TLS; '' for none. Its folder
+            says who may connect; keys are needed as everywhere.
+        share_prefix_cache: whether callers with different keys find what the others have cached.
         reuse_port: whether several frontends share the port (SO_REUSEPORT).
         max_message_bytes: largest request message; larger ones are RESOURCE_EXHAUSTED.
         max_n: most choices of a request.
@@ -40,6 +49,11 @@ class FrontendConfig:
     address: str
     host: str = "127.0.0.1"
     grpc_port: int = 50051
+    http_port: int | None = None
+    auth: Authenticator = field(default_factory=Authenticator, repr=False)
+    tls: TlsFiles | None = None
+    local_socket: str = ""
+    share_prefix_cache: bool = False
     reuse_port: bool = False
     max_message_bytes: int = 16 * 2**20
     max_n: int = 128
@@ -65,6 +79,8 @@ class FrontendConfig:
             )
         if not 0 <= self.grpc_port < 2**16:
             raise ValueError(f"grpc_port is {self.grpc_port}: it must be from 0 to 65535")
+        if self.http_port is not None and not 0 <= self.http_port < 2**16:
+            raise ValueError(f"http_port is {self.http_port}: it must be from 0 to 65535")
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be positive")

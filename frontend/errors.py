@@ -4,6 +4,7 @@
       InvalidArgument             change the named field
         ContextLengthExceeded     shorten the prompt or ask for fewer tokens
       ModelNotFound               ask for a served model
+      Unauthenticated             send a key of this service
       QueueFull                   come back later: the scheduler's queue is full
       CallerLimitExceeded         come back when less of yours is running or waiting
       TooManyStreams              come back later: this frontend holds its most requests
@@ -76,6 +77,10 @@ class ModelNotFound(ServiceError):
     model: str = field(kw_only=True)
 
 
+class Unauthenticated(ServiceError):
+    """The call holds no key of this service, or a wrong one; the message does not repeat it."""
+
+
 @dataclass(eq=False)
 class RetryableError(ServiceError):
     """Base of what may succeed later."""
@@ -104,7 +109,7 @@ class Unavailable(RetryableError):
 
 
 class Draining(Unavailable):
-    """This frontend is about to stop and takes no new requests."""
+    """This frontend drains: it takes no new requests any more."""
 
 
 class DeadlineExceeded(ServiceError):
@@ -127,13 +132,13 @@ class _Rule:
 
 def _bad_request(error: ServiceError, _request_id: str) -> Any:
     path = error.field_path if isinstance(error, InvalidArgument) else ""
-    violation = error_details_pb2.BadRequest.FieldViolation(field=path, description=_bounded(error.message))
+    violation = error_details_pb2.BadRequest.FieldViolation(field=path, description=bounded(error.message))
     return error_details_pb2.BadRequest(field_violations=[violation])
 
 
 def _resource_info(error: ServiceError, _request_id: str) -> Any:
     name = error.model if isinstance(error, ModelNotFound) else ""
-    return error_details_pb2.ResourceInfo(resource_type="model", resource_name=_bounded(name, 200))
+    return error_details_pb2.ResourceInfo(resource_type="model", resource_name=bounded(name, 200))
 
 
 def _retry_info(error: ServiceError, _request_id: str) -> Any:
@@ -151,6 +156,7 @@ RULES: dict[type[ServiceError], _Rule] = {
     InvalidArgument: _Rule(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", (_bad_request,)),
     ContextLengthExceeded: _Rule(grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED", (_bad_request,)),
     ModelNotFound: _Rule(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", (_resource_info,)),
+    Unauthenticated: _Rule(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
     QueueFull: _Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", (_retry_info,)),
     CallerLimitExceeded: _Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, "CALLER_LIMIT_EXCEEDED", (_retry_info,)),
     TooManyStreams: _Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS", (_retry_info,)),
@@ -171,7 +177,7 @@ def to_status(error: ServiceError, request_id: str) -> status_pb2.Status:
     rule = RULES[type(error)]
     info = error_details_pb2.ErrorInfo(reason=rule.reason, domain=ERROR_DOMAIN, metadata=error.metadata)
     details = [_pack(info), *(_pack(make(error, request_id)) for make in rule.details)]
-    return status_pb2.Status(code=rule.code.value[0], message=_bounded(str(error)), details=details)
+    return status_pb2.Status(code=rule.code.value[0], message=bounded(str(error)), details=details)
 
 
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: ServiceError, request_id: str) -> NoReturn:
@@ -202,6 +208,7 @@ def _pack(message: Any) -> any_pb2.Any:
     return packed
 
 
-def _bounded(text: str, limit: int = MAX_ERROR_BYTES) -> str:
+def bounded(text: str, limit: int = MAX_ERROR_BYTES) -> str:
+    """Return a text cut to so many bytes."""
     data = text.encode("utf-8", "replace")
     return text if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "..."

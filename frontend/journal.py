@@ -17,17 +17,20 @@ class Journal:
 
     Args:
         call: prompt, parameters and seed.
-        model_digest: identity of the model; with the call's salt it says what of the prefix cache can be found.
+        model_digest: identity of the model; with tenant and the call's salt it says what of the prefix cache can be
+            found.
         caller: whom the request counts against.
         trace: traceparent, for logs.
+        tenant: with whose requests alone this one shares its prefixes, '' for all that have none.
     """
 
-    def __init__(self, call: GenerationCall, model_digest: str, caller: str = "", trace: str = "") -> None:
+    def __init__(
+        self, call: GenerationCall, model_digest: str, caller: str = "", trace: str = "", tenant: str = ""
+    ) -> None:
         self.call = call
         self.outputs = [array("i") for _ in range(call.params.num_choices)]
         self.finished: set[int] = set()
-        # No tenant before there is authentication: whoever has the same salt, or none, shares.
-        self._prefix_root = root_key(model_digest, cache_salt=call.params.cache_salt)
+        self._prefix_root = root_key(model_digest, tenant, call.params.cache_salt)
         self._prefix_keys = b""
         self._keyed_block_size = 0  # of _prefix_keys; 0: there are none yet
         self._caller = caller

@@ -2,11 +2,15 @@
 
 import asyncio
 import logging
+import resource
 import signal
 import sys
 
+from octavo.frontend.auth import exposure
 from octavo.frontend.config import FrontendConfig
-from octavo.frontend.server import CannotListen, Frontend
+from octavo.frontend.http_server import CannotListen
+from octavo.frontend.server import Frontend
+from octavo.frontend.tls import TlsError
 from octavo.frontend.tokenizer import ModelFilesError
 from octavo.wire.errors import WireError
 
@@ -25,11 +29,21 @@ _log = logging.getLogger(__name__)
 def run(config: FrontendConfig) -> int:
     """Serve until SIGTERM or SIGINT (drains; a second one stops at once); return the exit status.
 
-    EXIT_OK after a stop by signal; EXIT_FAILED if it cannot listen; EXIT_CONFIGURATION if the model folder is not as it
-    should be or the scheduler refuses this frontend. The log says why.
+    EXIT_OK after a stop by signal; EXIT_FAILED if it cannot listen; EXIT_CONFIGURATION if certificates or model folder are
+    not as they should be or the scheduler refuses this frontend. The log says why.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    _raise_file_limit()
     return asyncio.run(_serve(config))
+
+
+def _raise_file_limit() -> None:
+    """Allow as many connections as the system does: each is a file, and the usual soft limit is a thousand."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:
+        _log.debug("the limit of open files stays: %s", error)
 
 
 async def _serve(config: FrontendConfig) -> int:
@@ -45,8 +59,12 @@ async def _serve(config: FrontendConfig) -> int:
     try:
         await frontend.start()
         _log.info("listening on %s:%d", config.host, frontend.port)
+        if warning := exposure(config.host, config.auth, has_tls=config.tls is not None):
+            _log.warning("%s", warning)
+        if frontend.http_port is not None:
+            _log.info("listening on %s:%d for HTTP", config.host, frontend.http_port)
         await frontend.load()
-    except (CannotListen, ModelFilesError, WireError) as error:
+    except (CannotListen, TlsError, ModelFilesError, WireError) as error:
         _log.error("%s", error)
         await frontend.stop()
         return EXIT_FAILED if isinstance(error, CannotListen) else EXIT_CONFIGURATION

@@ -22,12 +22,18 @@ def read_trace(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     return _read(metadata, "traceparent", _TRACEPARENT)
 
 
-def read_caller(peer: str) -> str:
-    """Return whom a call counts against in limits and fairness, from gRPC's name of the client.
+def read_authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
+    """Return the call's authorization, None if it has none; several, joined as HTTP would, are no key."""
+    values = [value for name, value in metadata or () if name == "authorization" and isinstance(value, str)]
+    return ", ".join(values) if values else None
 
-    There is no authentication yet, so it is the client's address without its port, as `ipv4:127.0.0.1` or `ipv6:[::1]`:
-    the clients of one machine, or behind one proxy, count as one caller. Clients of Unix sockets are `unix`. It is no
-    identity: what a client may find in the prefix cache never depends on it.
+
+def read_caller(peer: str) -> str:
+    """Return whom a call without a key counts against in limits and fairness, from gRPC's name of the client.
+
+    It is the client's address without its port, as `ipv4:127.0.0.1` or `ipv6:[::1]`: the clients of one machine, or
+    behind one proxy, count as one caller. Clients of Unix sockets are `unix`. It is no identity: what a client may find
+    in the prefix cache never depends on it.
     """
     kind, _, address = peer.partition(":")
     if kind.startswith("unix"):

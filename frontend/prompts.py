@@ -47,7 +47,16 @@ def check_chat(chat: pb.ChatPrompt, template: ChatTemplate | None) -> dict[str, 
 
 
 def encode_chat(model: ModelFiles, chat: pb.ChatPrompt, variables: Mapping[str, object]) -> list[int]:
-    """Render and encode a conversation that `check_chat` has passed.
+    """Return the ids of a conversation that `check_chat` has passed.
+
+    Raises:
+        InvalidArgument: the template refuses the conversation; the message is the template's own.
+    """
+    return render_chat(model, chat, variables)[1]
+
+
+def render_chat(model: ModelFiles, chat: pb.ChatPrompt, variables: Mapping[str, object]) -> tuple[str, list[int]]:
+    """Render and encode a conversation that `check_chat` has passed; return the text and its ids.
 
     Raises:
         InvalidArgument: the template refuses the conversation; the message is the template's own.
@@ -56,13 +65,15 @@ def encode_chat(model: ModelFiles, chat: pb.ChatPrompt, variables: Mapping[str, 
     texts = [text for message in messages for text in message.values()]
     texts += [value for value in variables.values() if isinstance(value, str)]
     if not model.tokenizer.has_special_tokens(texts):
-        return model.tokenizer.encode_template(_render(model, chat, messages, variables))
+        rendered = _render(model, chat, messages, variables)
+        return rendered, model.tokenizer.encode_template(rendered)
     # Somebody wrote a special token: it must stay text, while those of the template must not.
     mark = _unused_mark(texts)
     defuse = model.tokenizer.defuse
     messages = [{key: defuse(text, mark) for key, text in message.items()} for message in messages]
     variables = {key: defuse(v, mark) if isinstance(v, str) else v for key, v in variables.items()}
-    return model.tokenizer.encode_marked_template(_render(model, chat, messages, variables), mark)
+    rendered = _render(model, chat, messages, variables)
+    return rendered.replace(mark, ""), model.tokenizer.encode_marked_template(rendered, mark)
 
 
 def _render(

@@ -1,11 +1,20 @@
-"""How requests are read: gRPC itself would answer bytes that are no message with UNKNOWN, in Python's words."""
+"""How requests are read and answered: gRPC itself would answer bytes that are no message, and whatever a method raises,
+with UNKNOWN, in Python's words."""
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias, TypeVar
 
+import grpc
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from octavo.frontend.errors import InvalidArgument, ServiceError, abort, internal_error
+from octavo.frontend.metadata import read_request_id
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 
 
 def parse(kind: type[M]) -> Callable[[bytes], M | None]:
@@ -18,3 +27,41 @@ def parse(kind: type[M]) -> Callable[[bytes], M | None]:
             return None
 
     return read
+
+
+def known(request: M | None, kind: type[M]) -> M:
+    """Return a request that is one, and has no field of its own that this version does not know.
+
+    Raises:
+        InvalidArgument: it is none, or has one.
+    """
+    if request is None:
+        raise InvalidArgument(f"the bytes are no {kind.DESCRIPTOR.full_name}", field_path="")
+    check_known(request, "")
+    return request
+
+
+def check_known(message: Message, path: str) -> None:
+    """Check that a message has no field of its own (not of its submessages) that this version does not know.
+
+    Raises:
+        InvalidArgument: names the number of the field.
+    """
+    if len(unknown := UnknownFieldSet(message)):
+        number = unknown[0].field_number
+        raise InvalidArgument(f"field number {number} is not known to this version", field_path=path)
+
+
+async def answer(context: Context, work: Callable[[], Awaitable[T]]) -> T:
+    """Echo the call's request id, do its work, and turn what goes wrong into its status."""
+    request_id = read_request_id(context.invocation_metadata())
+    await context.send_initial_metadata((("x-request-id", request_id),))
+    try:
+        return await work()
+    except ServiceError as raised:
+        # Its traceback holds this frame, which holds the request: a cycle that would keep megabytes until the next
+        # collection.
+        error = raised.with_traceback(None)
+    except Exception:  # noqa: BLE001 (the last resort: logged, and told as INTERNAL)
+        error = internal_error(request_id)
+    await abort(context, error, request_id)

@@ -9,15 +9,20 @@ import zmq
 from grpc_reflection.v1alpha import reflection
 
 from octavo.frontend.admin import ADMIN_SERVICE, AdminServicer
+from octavo.frontend.calls import Calls
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.errors import Unavailable
 from octavo.frontend.health import GENERATION_SERVICE, Health
+from octavo.frontend.http_server import CannotListen, HttpServer
+from octavo.frontend.interceptor import HEALTH_SERVICE, KeyInterceptor
+from octavo.frontend.lifecycle import Lifecycle
 from octavo.frontend.model import ModelFiles, load_model_files
+from octavo.frontend.models_service import MODEL_SERVICE, ModelServicer
+from octavo.frontend.openai.app import make_app
 from octavo.frontend.scheduler_client import SchedulerClient
 from octavo.frontend.service import GenerationServicer
+from octavo.frontend.tokenizer_service import TOKENIZER_SERVICE, TokenizerServicer
 from octavo.wire.ids import new_boot_id
-
-HEALTH_SERVICE = "grpc.health.v1.Health"
 
 MIN_CLIENT_PING_INTERVAL_MS = 500
 """Clients that ping more often are cut off by gRPC; its own default would cut those that ping every second."""
@@ -35,10 +40,6 @@ STOP_GRACE_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class CannotListen(Exception):
-    """The address to listen on is taken or not ours."""
-
-
 class Frontend:
     """One frontend: `await start()`, then `await load()`, in the end `await stop()`.
 
@@ -51,34 +52,43 @@ class Frontend:
     def __init__(self, config: FrontendConfig) -> None:
         self.config = config
         self.port = 0
+        self.http_port: int | None = None
+        self._http: HttpServer | None = None
         self.client: SchedulerClient | None = None
-        self._draining = self._stopped = False
+        self.lifecycle = Lifecycle(self.begin_drain)
+        self._drained: asyncio.Task[None] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._executor = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="tokenizer")
         self._health = Health(config.served_model_names)
-        self._service = GenerationServicer(config, self._executor)
-        self._admin = AdminServicer(config, lambda: self._draining)
-        self._server = grpc.aio.server(options=_server_options(config))
+        self._calls = Calls(config, self._executor)
+        self._service = GenerationServicer(self._calls)
+        self._models = ModelServicer(self._calls, self.lifecycle)
+        self._tokenizer = TokenizerServicer(self._calls, self.lifecycle)
+        self._admin = AdminServicer(config, self.lifecycle)
+        has_keys = config.auth.needs_key or config.auth.needs_admin_key
+        interceptors = [KeyInterceptor(config.auth)] if has_keys else None
+        self._server = grpc.aio.server(options=_server_options(config), interceptors=interceptors)
 
     async def start(self) -> None:
         """Listen.
 
         Raises:
             CannotListen: the port is taken, or the host is not ours.
+            TlsError: certificate or key cannot be used.
         """
         self._service.add_to(self._server)
+        self._models.add_to(self._server)
+        self._tokenizer.add_to(self._server)
         self._admin.add_to(self._server)
         self._health.add_to(self._server)
-        names = (GENERATION_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        own = (GENERATION_SERVICE, MODEL_SERVICE, TOKENIZER_SERVICE, ADMIN_SERVICE)
+        reflection.enable_server_reflection((*own, HEALTH_SERVICE, reflection.SERVICE_NAME), self._server)
         self._health.set(False)
-        address = f"{self.config.host}:{self.config.grpc_port}"
-        try:
-            self.port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise CannotListen(f"cannot listen on {address}: is the port taken, or the host another's?") from error
-        if not self.port:
-            raise CannotListen(f"cannot listen on {address}: is the port taken, or the host another's?")
+        self._bind()
+        if self.config.http_port is not None:
+            self._http = HttpServer(self.config, make_app(self._calls, self._tokenizer), STOP_GRACE_S)
+            await self._http.start()
+            self.http_port = self._http.port
         await self._server.start()
 
     async def load(self) -> None:
@@ -92,43 +102,77 @@ class Frontend:
         model = await loop.run_in_executor(self._executor, load_model_files, self.config.model_path)
         client = SchedulerClient(self._context, self.config, model.digest, new_boot_id(), self._on_change)
         self.client = client
-        self._service.attach(model, client)
+        self._calls.attach(model, client)
+        self._models.attach(model, client)
+        self._tokenizer.attach(model)
         self._admin.attach(client)
         client.check_facts = lambda facts: check_vocabulary(model, facts.vocab_size)
         client.start()
 
+    async def begin_drain(self) -> None:
+        """Take no new requests from now on, and say so; only a new process takes some again."""
+        if not self.lifecycle.draining:
+            self.lifecycle.draining = True
+            self._calls.refuse_new()
+            self._drained = asyncio.create_task(self._note_drained())
+        await self._health.drain()
+
     async def drain(self) -> None:
         """Take no new requests and let the running ones end, for `grace_s`; then they end UNAVAILABLE."""
-        self._draining = True
-        self._service.refuse_new()
-        await self._health.drain()
+        await self.begin_drain()
         try:
             await asyncio.wait_for(self.wait_idle(), self.config.grace_s)
+            self.lifecycle.set_drained()
         except TimeoutError:
             _log.warning("requests were still running after %g s of grace", self.config.grace_s)
 
     async def wait_idle(self) -> None:
         """Wait until no request is running."""
-        await self._service.wait_idle()
+        await self._calls.wait_idle()
+        await self._tokenizer.wait_idle()
 
     async def stop(self) -> None:
         """End what still runs with UNAVAILABLE, say Goodbye to the scheduler, close everything."""
-        if self._stopped:
+        if self.lifecycle.stopped:
             return
-        self._draining = self._stopped = True
-        self._service.refuse_new()
+        self.lifecycle.set_stopped()
+        if self._drained is not None:
+            self._drained.cancel()
+        self._calls.refuse_new()
         if self.client is not None:
             for stream in self.client.streams:
                 stream.fail(Unavailable("the frontend has stopped"))
-        await self._server.stop(STOP_GRACE_S)
+        http_stop = self._http.stop() if self._http is not None else asyncio.sleep(0)
+        await asyncio.gather(self._server.stop(STOP_GRACE_S), http_stop)
         if self.client is not None:
             self.client.leave("the frontend stops")
         self._executor.shutdown(wait=False, cancel_futures=True)
         # Waits for the Goodbye to be written, for the linger time at most.
         await asyncio.get_running_loop().run_in_executor(None, self._context.term)
 
+    async def _note_drained(self) -> None:
+        await self.wait_idle()
+        self.lifecycle.set_drained()
+
+    def _bind(self) -> None:
+        config = self.config
+        credentials = config.tls.credentials() if config.tls is not None else None
+        address = f"{config.host}:{config.grpc_port}"
+        try:
+            if credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, credentials)
+            if config.local_socket:
+                address = f"unix:{config.local_socket}"
+                self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise CannotListen(f"cannot listen on {address}: is the port taken, or the host another's?") from error
+        if not self.port:
+            raise CannotListen(f"cannot listen on {address}: is the port taken, or the host another's?")
+
     def _on_change(self) -> None:
-        if self.client is not None and not self._draining:
+        if self.client is not None and not self.lifecycle.draining:
             self._health.set(self.client.serving)
 
 

@@ -24,7 +24,8 @@ class ModelFilesError(Exception):
 
 
 class ModelTokenizer:
-    """A model's tokenizer.json. Encoding may run in any thread and releases the interpreter lock; the rest is for one.
+    """A model's tokenizer.json. Encoding may run in any thread and releases the interpreter lock. So may decoding, which
+    does not: tables that threads share are only filled, with the same entries by each.
 
     Args:
         folder: the model's folder.
@@ -64,9 +65,9 @@ class ModelTokenizer:
         """Return how many bytes of text at most can become `max_tokens` tokens; longer prompts are refused unread."""
         return max_tokens * self._longest_bytes * self._shrink
 
-    def encode_text(self, text: str) -> list[int]:
-        """Encode a caller's text: special tokens in it stay text; what the tokenizer adds (bos) is added."""
-        return _encode(self._for_texts, text, add_special_tokens=True)
+    def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Encode a caller's text: special tokens in it stay text; what the tokenizer adds (bos) is added if wanted."""
+        return _encode(self._for_texts, text, add_special_tokens)
 
     def encode_template(self, rendered: str) -> list[int]:
         """Encode a chat template's output: special tokens in it become their ids; nothing is added."""
@@ -104,6 +105,11 @@ class ModelTokenizer:
         if self._pieces is not None:
             return ByteDetokenizer(self._pieces, skip_special_tokens)
         return WindowDetokenizer(self._for_texts, skip_special_tokens)
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool) -> str:
+        """Return the text of ids, the same as all that a detokenizer says of them. May run in any thread."""
+        detokenizer = self.detokenizer(skip_special_tokens)
+        return "".join([*map(detokenizer.push, ids), detokenizer.flush()])
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the exact bytes of one token; none for ids without a token."""

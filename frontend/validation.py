@@ -152,7 +152,7 @@ def check_prompt_form(request: pb.GenerationInput, bounds: Bounds, max_prompt_by
     if form == "token_ids":
         if not request.token_ids.ids:
             raise InvalidArgument("at least one token is needed", field_path="input.token_ids.ids")
-        _check_prompt_length(len(request.token_ids.ids), bounds, "input.token_ids")
+        check_prompt_length(len(request.token_ids.ids), bounds, "input.token_ids")
         return
     if form == "text":
         if not request.text:
@@ -197,9 +197,7 @@ def resolve_call(params: GenerationParams, form: str, prompt_ids: Sequence[int],
         ContextLengthExceeded: the prompt, or prompt and max_tokens, do not fit; names all numbers.
     """
     num_prompt_tokens = len(prompt_ids)
-    if not num_prompt_tokens:
-        raise InvalidArgument("the prompt holds no token", field_path=f"input.{form}")
-    _check_prompt_length(num_prompt_tokens, bounds, f"input.{form}")
+    check_prompt_length(num_prompt_tokens, bounds, f"input.{form}")
     room = bounds.max_model_len - num_prompt_tokens
     max_tokens = room if params.max_tokens is None else params.max_tokens
     if max_tokens > room:
@@ -219,7 +217,15 @@ def resolve_call(params: GenerationParams, form: str, prompt_ids: Sequence[int],
     return GenerationCall(params, pack_ints(prompt_ids), num_prompt_tokens, max_tokens)
 
 
-def _check_prompt_length(num_tokens: int, bounds: Bounds, path: str) -> None:
+def check_prompt_length(num_tokens: int, bounds: Bounds, path: str) -> None:
+    """Check a prompt's number of tokens.
+
+    Raises:
+        InvalidArgument: there is none.
+        ContextLengthExceeded: they leave no room for a token of output.
+    """
+    if not num_tokens:
+        raise InvalidArgument("the prompt holds no token", field_path=path)
     if num_tokens >= bounds.max_model_len:
         raise ContextLengthExceeded(
             f"prompt of {num_tokens} tokens, limit {bounds.max_model_len} (max_model_len, with at least one token of "

@@ -52,6 +52,9 @@ BUSY_WORKER_S = 2 * HEARTBEAT_INTERVAL_S
 
 NO_WORKER = "no worker is ready"
 
+_LEFT = "it left: "
+"""Begins the reason of a session that ended in good order."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -293,7 +296,7 @@ class Sessions:
             case Heartbeat():
                 pass
             case Goodbye(reason):
-                self._forget(peer, f"it left: {reason}")
+                self._forget(peer, f"{_LEFT}{reason}")
             case StepResult() if peer.is_worker:
                 self._events.append(StepCompleted(message))
             case SubmitRequest() if not peer.is_worker:
@@ -313,7 +316,7 @@ class Sessions:
         if self.peers.by_session(peer.session.id) is not peer:
             return
         self.peers.remove(peer)
-        level = logging.WARNING if peer.is_worker else logging.INFO
+        level = logging.WARNING if peer.is_worker and not reason.startswith(_LEFT) else logging.INFO
         _log.log(level, "session %016x with %s ended: %s", peer.session.id, peer.label, reason)
         if not peer.is_worker:
             self._events.append(FrontendLost(peer.session.id))

@@ -290,3 +290,9 @@ def test_an_operator_is_told_of_a_service_that_anybody_may_call(
     config = FrontendConfig(tiny_model, ("tiny",), address, host="0.0.0.0", grpc_port=0)
     assert main.run(config) == main.EXIT_CONFIGURATION
     assert "everybody who reaches 0.0.0.0 may call" in caplog.text
+
+
+async def test_a_large_request_without_a_key_is_refused_as_a_small_one(service: Service) -> None:
+    for begun in (service.ask(text="x" * 8_000_000), service.stream(text="x" * 8_000_000)):
+        assert (await refusal(begun)).code is grpc.StatusCode.UNAUTHENTICATED
+    assert not await is_refused(call(service.channel, "/octavo.v1.AdminService/GetStatus", bearer(ALICE)))

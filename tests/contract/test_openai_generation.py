@@ -143,8 +143,9 @@ async def test_lists_of_prompts(doors: Doors, scheduler: ScriptedScheduler, stre
 
 
 async def test_prompts_of_ids(doors: Doors, scheduler: ScriptedScheduler) -> None:
-    for prompt, expected in [([97, 98], [[97, 98]]), ([[97], [98, 99]], [[97], [98, 99]])]:
-        asking = asyncio.ensure_future(doors.openai.completions.create(model="tiny", prompt=prompt))  # type: ignore[arg-type]
+    cases: list[tuple[Any, list[list[int]]]] = [([97, 98], [[97, 98]]), ([[97], [98, 99]], [[97], [98, 99]])]
+    for prompt, expected in cases:
+        asking = asyncio.ensure_future(doors.openai.completions.create(model="tiny", prompt=prompt))
         for ids in expected:
             request = await scheduler.next(SubmitRequest)
             assert list(unpack_ints(request.prompt_ids)) == ids
@@ -222,7 +223,8 @@ async def test_logprobs_of_a_completion(doors: Doors, scheduler: ScriptedSchedul
 
 
 async def test_stop_strings_and_stop_ids_are_told(doors: Doors, scheduler: ScriptedScheduler) -> None:
-    for stop, reason in [({"stop": "lo"}, "lo"), ({"stop_token_ids": [ord("o")]}, ord("o"))]:
+    stops: list[tuple[dict[str, Any], str | int]] = [({"stop": "lo"}, "lo"), ({"stop_token_ids": [ord("o")]}, ord("o"))]
+    for stop, reason in stops:
         asking = asyncio.ensure_future(doors.http.post(COMPLETIONS, json={"prompt": "x", **stop}))
         request = await scheduler.next_submit()
         scheduler.start_request(request)

@@ -2,23 +2,24 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from octavo.frontend import http_server
 from octavo.frontend.auth import Authenticator
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.http_server import CannotListen
 from octavo.frontend.openai import call as call_module
-from octavo.frontend.openai.schema import ChatBody, CompletionBody
 from octavo.frontend.server import Frontend
-from octavo.wire.requests import FailureCode, FinishReason, SubmitRequest
+from octavo.frontend.tls import TlsFiles
+from octavo.wire.requests import CancelRequest, FailureCode, FinishReason, SubmitRequest
+from tests.support.certificates import make_authority
 from tests.support.frontend_client import WAIT_S
 from tests.support.http_client import Doors, raw_request, running_doors
 from tests.support.scripted_scheduler import ScriptedScheduler
@@ -114,14 +115,24 @@ async def test_bad_texts_and_tokens_are_refused(doors: Doors, path: str, body: d
         (COMPLETIONS, {"prompt": "x", "messages": []}, "messages", "invalid_argument"),
         (COMPLETIONS, {"prompt": "x", "best_of": 3}, "best_of", "invalid_argument"),
         (CHATS, {"messages": []}, "messages", "invalid_argument"),
-        (CHATS, {"messages": [{"role": "u"}], "logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_argument"),
+        (
+            CHATS,
+            {"messages": [{"role": "u"}], "logprobs": True, "top_logprobs": 21},
+            "top_logprobs",
+            "invalid_argument",
+        ),
         (
             CHATS,
             {"messages": [{"role": "u"}], "max_completion_tokens": 300},
             "max_completion_tokens",
             "context_length_exceeded",
         ),
-        (CHATS, {"messages": [{"role": "u"}], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "invalid_argument"),
+        (
+            CHATS,
+            {"messages": [{"role": "u"}], "chat_template_kwargs": {"a": 1}},
+            "chat_template_kwargs",
+            "invalid_argument",
+        ),
         (CHATS, {"messages": [{"role": "u"}], "tools": [{"type": "function"}]}, "tools", "invalid_argument"),
         (CHATS, {"messages": [{"role": "u"}], "chat_template": "{{ x }}"}, "chat_template", "invalid_argument"),
     ],
@@ -169,9 +180,7 @@ async def test_request_ids_are_echoed_or_made(doors: Doors, scheduler: ScriptedS
 
 async def test_traces_reach_the_scheduler(doors: Doors, scheduler: ScriptedScheduler) -> None:
     trace = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
-    asking = asyncio.ensure_future(
-        doors.http.post(COMPLETIONS, json={"prompt": "x"}, headers={"traceparent": trace})
-    )
+    asking = asyncio.ensure_future(doors.http.post(COMPLETIONS, json={"prompt": "x"}, headers={"traceparent": trace}))
     request = await scheduler.next(SubmitRequest)
     assert request.trace == trace
     scheduler.answer(request, [[97]], FinishReason.LENGTH)
@@ -250,6 +259,42 @@ async def test_headers_are_bounded(doors: Doors) -> None:
     assert b" 400 " in await _say(doors, b"GET /" + b"y" * 400_000)
 
 
+async def test_trailers_are_bounded_and_dropped(doors: Doors) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert b"HTTP/1.1 200" not in await _say(doors, head + b"0\r\n" + b"a: b\r\n" * 100_000)
+    assert b"HTTP/1.1 200" not in await _say(doors, head + b"0\r\na: " + b"b" * 400_000)
+    assert (await doors.http.get("/health")).status_code == 200
+
+
+async def test_a_client_that_pipelines_and_goes_away_cancels_its_request(
+    doors: Doors, scheduler: ScriptedScheduler
+) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", doors.port)
+    writer.write(raw_request(COMPLETIONS, prompt="x", max_tokens=5) + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    request = await scheduler.next_submit()
+    writer.close()
+    assert await scheduler.next(CancelRequest) == CancelRequest(request.handle)
+
+
+async def test_what_is_pipelined_behind_a_running_request_is_not_answered(
+    doors: Doors, scheduler: ScriptedScheduler
+) -> None:
+    pipelined = raw_request(COMPLETIONS, prompt="x", max_tokens=1) + raw_request("/v1/nothing", a="b")
+    answer = asyncio.ensure_future(_say(doors, pipelined))
+    request = await scheduler.next_submit()
+    scheduler.start_request(request)
+    scheduler.answer(request, [[5]], FinishReason.LENGTH)
+    found = await answer  # the connection ends with the first answer
+    assert found.count(b"HTTP/1.1") == 1
+    assert b"HTTP/1.1 200" in found
+
+
+@pytest.mark.parametrize("prompts", [1, 5000])
+async def test_no_choices_are_refused_however_many_prompts_there_are(doors: Doors, prompts: int) -> None:
+    status, error = await doors.error(COMPLETIONS, prompt=["x"] * prompts, n=0)
+    assert (status, error["param"]) == (400, "n")
+
+
 async def _say(doors: Doors, data: bytes) -> bytes:
     """Send something and nothing more; return all that is answered until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", doors.port)
@@ -285,6 +330,28 @@ async def test_keys_open_all_but_health(tiny_model: Path, scheduler: ScriptedSch
         assert (await asking).choices[0].text == "a"
 
 
+@pytest.mark.parametrize("mutual", [False, True])
+async def test_tls(tiny_model: Path, address: str, tmp_path: Path, mutual: bool) -> None:
+    authority = make_authority(tmp_path, "authority")
+    tls = TlsFiles(*authority.issue("server"), ca_certs=authority.certificate if mutual else None)
+    config = FrontendConfig(tiny_model, ("tiny",), address, grpc_port=0, http_port=0, tls=tls)
+    frontend = Frontend(config)
+    await frontend.start()
+    try:
+        trusting = ssl.create_default_context(cafile=authority.certificate)
+        known = ssl.create_default_context(cafile=authority.certificate)
+        known.load_cert_chain(*authority.issue("client"))
+        for context, is_let_in in [(known, True), (trusting, not mutual), (ssl.create_default_context(), False)]:
+            async with httpx2.AsyncClient(verify=context, timeout=WAIT_S) as http:
+                try:
+                    found = (await http.get(f"https://127.0.0.1:{frontend.http_port}/health")).status_code
+                except httpx2.TransportError:
+                    found = None
+                assert found == (200 if is_let_in else None)
+    finally:
+        await frontend.stop()
+
+
 async def test_a_taken_port_is_told(doors: Doors, tiny_model: Path, address: str) -> None:
     frontend = Frontend(FrontendConfig(tiny_model, ("tiny",), address, grpc_port=0, http_port=doors.port))
     try:
@@ -294,20 +361,14 @@ async def test_a_taken_port_is_told(doors: Doors, tiny_model: Path, address: str
         await frontend.stop()
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-NAMES = sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__} - {"model"})
-
-
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
-@given(body=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4), path=st.sampled_from([COMPLETIONS, CHATS]))
-def test_no_json_breaks_the_door(idle_doors: tuple[asyncio.AbstractEventLoop, Doors], body: Any, path: str) -> None:
-    """No worker is ready here, so that what is right is refused as well, but after all that JSON goes through."""
-    loop, doors = idle_doors
-    status, _ = loop.run_until_complete(doors.error(path, **body))
-    assert status in (400, 503)
+@pytest.mark.parametrize("escape", [r"\ud800", r"\udc00"])
+async def test_half_a_surrogate_pair_is_no_text(doors: Doors, escape: str) -> None:
+    for path, body in [
+        (COMPLETIONS, '{"prompt": "%s"}'),
+        (COMPLETIONS, '{"prompt": "x", "stop": "%s"}'),
+        (CHATS, '{"messages": [{"role": "user", "content": "%s"}]}'),
+        ("/tokenize", '{"prompt": "%s"}'),
+    ]:
+        data = (body % escape).encode()
+        response = await doors.http.post(path, content=data, headers={"content-type": "application/json"})
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")

@@ -84,7 +84,9 @@ def test_three_roles_start_by_hand(make_service: MakeService, demo_model: Path) 
     port = service.address.rpartition(":")[2]
     service.start("scheduler", str(demo_model))
     service.start("worker", str(demo_model), "--max-num-seqs", "4")
-    service.start("frontend", str(demo_model), "--grpc-port", port, "--http-port", "0", "--served-model-name", "by-hand")
+    service.start(
+        "frontend", str(demo_model), "--grpc-port", port, "--http-port", "0", "--served-model-name", "by-hand"
+    )
     service.wait_until_ready()
     answer = service.generation.Generate(
         pb.GenerateRequest(input=request("What is the capital of France?", max_tokens=32).input), timeout=60

@@ -10,6 +10,7 @@ import pytest
 
 from octavo.cli.bench_client import EngineClient, Progress, RunFailed, TimeIsUp
 from octavo.cli.bench_workloads import Request, Workload
+from octavo.cli.errors import ConfigurationError
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.simulate.model import make_facts
 from octavo.wire.channel import SEND_QUEUE_MESSAGES
@@ -108,9 +109,9 @@ def test_a_closed_loop_keeps_to_its_concurrency(tmp_path: Path) -> None:
 def test_a_request_that_does_not_fit_is_named(tmp_path: Path) -> None:
     with connected(tmp_path, fake_worker(tmp_path, max_model_len=64)) as client:
         with pytest.raises(
-            RunFailed, match="some has a request of 65 tokens with its output, the engine takes at most 64"
+            ConfigurationError, match="some has a request of 65 tokens with its output, the engine takes at most 64"
         ):
-            client.run(workload((60, 5)))
+            client.run(workload((60, 5)), max_tokens=1)  # the whole output counts
         assert client.run(workload((60, 4))).num_tokens.tolist() == [4]
 
 

@@ -1,6 +1,7 @@
 """Benchmarks on real processes: what the rows hold, and what is said when a process does not start or dies."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -12,7 +13,14 @@ import pytest
 
 from octavo.cli import bench_engine, bench_suite, bench_workloads
 from octavo.cli.bench_client import Run, RunFailed
-from octavo.cli.bench_engine import Engine, EngineFailed, running_engine, settings_for
+from octavo.cli.bench_engine import (
+    Engine,
+    EngineFailed,
+    EngineRefused,
+    known_max_model_len,
+    running_engine,
+    settings_for,
+)
 from octavo.cli.bench_measure import Bench, Row
 from octavo.cli.bench_report import RowWriter, describe, read_rows
 from octavo.cli.errors import ConfigurationError
@@ -74,6 +82,7 @@ def test_a_row_of_decode(engine: Engine) -> None:
     runs: list[tuple[str, Run]] = []
     bench = Bench(engine.client, on_run=lambda name, run: runs.append((name, run)))
     row = bench.decode(bench_workloads.decode(engine.facts.vocab_size, 4, 64, 8))
+    assert row["total_tok_s"] == pytest.approx(row["in_tok_s"] + row["out_tok_s"], abs=0.2)
     assert peer_keys("decode") <= set(row)
     assert (row["batch"], row["prompt"], row["out"], row["repeat"]) == (4, 64, 8, 2)
     assert {key: len(row[key]) for key in ("walls", "walls1", "cached_walls", "cached_walls1")} == dict.fromkeys(
@@ -114,6 +123,64 @@ def test_rows_of_serving_and_latency(engine: Engine) -> None:
 def test_one_token_has_no_time_per_token(engine: Engine) -> None:
     workload = bench_workloads.decode(engine.facts.vocab_size, 2, 32, 1)
     assert Bench(engine.client).latency(workload, num_iters=1)["tpot_ms"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "totals"),
+    [
+        ("prefill", bench_suite.Sizes(3, 20), (3, 60, 3)),
+        ("unique_prefix", bench_suite.Sizes(3, 20, 5), (3, 60, 15)),
+        ("shared_prefix", bench_suite.Sizes(3, 20, 5), (3, 3264, 15)),  # its prompts have fixed lengths
+        ("decode_b2", bench_suite.Sizes(3, 20, 5), (2, 40, 10)),  # as many as its batch
+    ],
+)
+def test_a_size_changes_the_workloads_that_it_holds_for(
+    name: str, sizes: bench_suite.Sizes, totals: tuple[int, int, int]
+) -> None:
+    made = bench_suite.make(name, 32_000, sizes)
+    assert (len(made.requests), made.num_prompt_tokens, made.num_output_tokens) == totals
+
+
+def test_every_flag_for_sizes_changes_every_workload_that_it_is_said_to_hold_for() -> None:
+    fields = {"num-prompts": "num_requests", "input-len": "num_prompt_tokens", "output-len": "num_output_tokens"}
+    names = {"decode": "decode_b2", "serving": "serving_c2"}
+    for flag, field in fields.items():
+        sizes = bench_suite.Sizes(**{field: 7})
+        for kind in bench_workloads.NAMES:
+            name = names.get(kind, kind)
+            made, usual = (bench_suite.make(name, 32_000, s) for s in (sizes, bench_suite.Sizes()))
+            assert (made.digest != usual.digest) == (kind in bench_suite.TAKEN_BY[flag]), (flag, kind)
+
+
+def test_flags_that_hold_for_none_of_the_workloads_are_refused() -> None:
+    bench_suite.check_flags({"num-prompts": 2, "input-len": 32, "repeat": 1}, ["decode_b8", "shared_prefix"])
+    with pytest.raises(
+        ConfigurationError,
+        match="--input-len 64 does not hold for workload shared_prefix, serving_c2; it holds for decode, prefill, unique",
+    ):
+        bench_suite.check_flags({"input-len": 64}, ["shared_prefix", "serving_c2"])
+    with pytest.raises(ConfigurationError, match="--repeat 2 does not hold for workload serving_c2"):
+        bench_suite.check_flags({"repeat": 2}, ["serving_c2"])
+
+
+def test_what_the_model_takes_is_known_before_the_start() -> None:
+    with settings_for("tiny", FLAGS) as settings:
+        assert known_max_model_len(settings) == 8192
+    with settings_for("tiny", FLAGS | {"max-model-len": "100"}) as settings:
+        assert known_max_model_len(settings) == 100
+    with settings_for("tiny", FLAGS, ("--max-model-len=50",)) as settings:
+        assert known_max_model_len(settings) is None
+    bench_suite.check_lengths(["decode_b1", "prefill"], bench_suite.Sizes(), 1025)
+    with pytest.raises(ConfigurationError, match=r"prefill has a request of 1025 tokens .* at most 1024"):
+        bench_suite.check_lengths(["decode_b1", "prefill"], bench_suite.Sizes(), 1024)
+
+
+def test_a_run_is_announced_and_said_to_be_over(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = bench_suite.Sizes(num_requests=3, repeat=1)
+    bench_suite.measure(Bench(engine.client), engine.facts.vocab_size, "shared_prefix", sizes)
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "shared_prefix: 3 requests, 3,264 tokens in, 96 out"
+    assert re.fullmatch(r"shared_prefix: measured in \d+\.\d s", last)
 
 
 def suite(engine: Engine, deadline: float | None, estimates: dict[str, float], folder: Path) -> list[Row]:
@@ -174,7 +241,7 @@ def test_a_worker_that_is_killed_is_named_with_its_log() -> None:
 def test_a_worker_that_cannot_start_is_named_with_its_reason() -> None:
     with (
         settings_for("tiny", FLAGS, ("--no-such-flag",)) as settings,
-        pytest.raises(EngineFailed, match=r"(?s)the worker ended \(exit code 2\).*--no-such-flag"),
+        pytest.raises(EngineRefused, match=r"(?s)the worker ended \(exit code 2\):\n  Usage: .*--no-such-flag"),
         running_engine(settings),
     ):
         pass

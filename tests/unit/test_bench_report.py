@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from octavo.cli import bench_suite
-from octavo.cli.bench_report import RowWriter, name_of, peer_of, read_rows, table
+from octavo.cli.bench_report import RowWriter, name_of, peer_of, print_table, read_rows, table
 from octavo.cli.errors import CommandError, ConfigurationError
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +56,28 @@ def test_a_ratio_above_one_is_better_whatever_the_figure() -> None:
         ("decode_b8", "ttft_all_ms", "1.00"),
         ("prefill", "in_tok_s", "2.00"),
     ]
+
+
+def test_rates_are_shown_once_where_they_are_wanted() -> None:
+    rates = {"out_tok_s": 1.0, "in_tok_s": 2.0, "total_tok_s": 3.0}
+    rows = [{"bench": name, "model": "tiny", "wall_s": 0.5, **rates} for name in ("shared_prefix", "prefill")]
+    out = StringIO()
+    Console(file=out, width=200).print(table(rows, [], with_rates=True))
+    lines = [line.split()[:2] for line in out.getvalue().splitlines()[1:]]
+    assert lines == [
+        *(["shared_prefix", figure] for figure in ("wall_s", "out_tok_s", "in_tok_s", "total_tok_s")),
+        *(["prefill", figure] for figure in ("in_tok_s", "out_tok_s", "total_tok_s")),
+    ]
+
+
+def test_files_of_peers_without_a_row_to_compare_with_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    start = LLAMA | {"bench": "engine", "start_s": 12.5}
+    print_table([start, DECODE], PEERS, [Path("peers.jsonl")])
+    assert capsys.readouterr().err == ""
+    print_table([start, DECODE | {"prompt": 64}], PEERS, [Path("a.jsonl"), Path("b.jsonl")])
+    assert capsys.readouterr().err.startswith("--peers a.jsonl, b.jsonl: no row has the model, workload and sizes")
+    print_table([start, DECODE | {"prompt": 64}], PEERS)  # none were asked for
+    assert capsys.readouterr().err == ""
 
 
 def test_without_peers_there_is_nothing_to_compare() -> None:

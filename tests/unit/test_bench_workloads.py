@@ -59,6 +59,24 @@ def test_only_offline_256_draws() -> None:
     assert temperatures == dict.fromkeys(workloads.OFFLINE, 0.0) | {"offline_256": 0.6}
 
 
+@pytest.mark.parametrize("limit", [2, 3, 20, 100, 142])
+def test_a_warm_up_fits_the_engine(limit: int) -> None:
+    cut = workloads.warmup(LLAMA_2, max_model_len=limit)
+    assert len(cut.requests) == 32
+    assert cut.longest == limit
+    assert min(min(len(r.prompt_ids), r.num_output_tokens) for r in cut.requests) >= 1
+
+
+def test_a_warm_up_that_fits_is_not_cut() -> None:
+    assert workloads.warmup(LLAMA_2).longest == 143
+    assert workloads.warmup(LLAMA_2, max_model_len=143).digest == workloads.warmup(LLAMA_2).digest
+
+
+def test_sizes_in_words() -> None:
+    assert workloads.sharegpt_like(LLAMA_2).sizes == "1000 requests, 218,982 tokens in, 188,630 out"
+    assert workloads.decode(LLAMA_2, 1).sizes == "1 request, 512 tokens in, 128 out"
+
+
 def test_what_there_is_not() -> None:
     with pytest.raises(workloads.UnknownWorkload, match="'sharegpt' is unknown; there are sharegpt_like, prefill"):
         workloads.make_offline("sharegpt", LLAMA_2)

@@ -1,12 +1,18 @@
 """octavo bench and benchmarks/engine.py, as they are typed."""
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 import typer.main
 
 from octavo.cli.bench_engine import FLAGS
@@ -73,12 +79,16 @@ def test_throughput(tmp_path: Path) -> None:
     assert "shared_prefix" in done.stdout
     assert "waiting: " in done.stderr
     assert "ready after" in done.stderr
+    assert "shared_prefix: 3 requests, 3,264 tokens in, 96 out\nshared_prefix: measured in" in done.stderr
+    assert "--peers" not in done.stderr
+    figures = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(" shared_prefix")]
+    assert figures == ["wall_s", "out_tok_s", "in_tok_s", "total_tok_s"]
 
 
 def test_latency() -> None:
     done = octavo(
         *("bench", "latency", "tiny", "--batch-size", "2", "--input-len", "32", "--output-len", "4"),
-        *("--num-iters", "2", "--no-enable-prefix-caching", *SMALL),
+        *("--num-iters", "2", "--no-enable-prefix-caching", "--max-model-len", "100", *SMALL),
     )
     assert done.returncode == 0, done.stderr
     assert "latency_b2" in done.stdout
@@ -89,9 +99,17 @@ def test_latency() -> None:
     ("words", "said"),
     [
         (("tiny", "--workload", "gutenberg"), "workload 'gutenberg' is unknown; there are sharegpt_like, prefill"),
-        (("no-such-model",), "model 'no-such-model' is neither a folder"),
+        (("no-such-model",), "nor 'demo', nor a shape for benchmarks (llama-3.1-8b, llama-2-7b, qwen3-0.6b, tiny)"),
         (("tiny", "--peers", "absent.jsonl"), "absent.jsonl cannot be read"),
         (("tiny", "--batch", "0"), "'--batch'"),
+        (("tiny", "--workload", "shared_prefix", "--batch", "3"), "--batch 3 does not hold for workload shared_prefix"),
+        (("tiny", "--workload", "decode", "--num-prompts", "5"), "--num-prompts 5 does not hold for workload decode"),
+        (("tiny", "--workload", "prefill", "--concurrency", "8"), "--concurrency 8 does not hold for workload prefill"),
+        (("tiny", "--workload", "serving", "--repeat", "2"), "--repeat 2 does not hold for workload serving"),
+        (
+            ("tiny", "--workload", "decode", "--input-len", "100000", "--output-len", "8"),
+            "a request of 100008 tokens with its output, the engine takes at most 8192",
+        ),
     ],
 )
 def test_what_cannot_be_asked_for_starts_nothing(words: tuple[str, ...], said: str) -> None:
@@ -105,9 +123,9 @@ def test_what_cannot_be_asked_for_starts_nothing(words: tuple[str, ...], said: s
 def test_a_worker_that_cannot_start_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
     done = octavo("bench", "latency", str(tmp_path), *SMALL)
-    assert done.returncode == 1
-    assert "octavo: the worker ended (exit code 2)" in done.stderr
-    assert "architecture 'NoSuchModel' is not supported" in done.stderr
+    assert done.returncode == 2
+    assert "octavo: the worker ended (exit code 2): architecture 'NoSuchModel' is not supported" in done.stderr
+    assert done.stderr.count("NoSuchModel") == 1
     assert "Traceback" not in done.stderr
 
 
@@ -134,5 +152,79 @@ def test_the_program_runs_what_fits_and_says_what_does_not(tmp_path: Path) -> No
 
 def test_the_program_names_an_unknown_workload() -> None:
     done = run("benchmarks/engine.py", "--rows", "decode_b1,gutenberg")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("engine: workload 'gutenberg' is unknown")
+
+
+def test_the_program_refuses_a_size_that_holds_for_no_row() -> None:
+    done = run("benchmarks/engine.py", "--rows", "decode_b1,decode_b8", "--num-prompts", "3")
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "engine: --num-prompts 3 does not hold for workload decode_b1, decode_b8; it holds for"
+    )
+
+
+BENCH = ("-P", "-m", "octavo.cli.main", "bench", "throughput", "tiny", *SMALL)
+ENGINE = ("benchmarks/engine.py", "--rows", "sharegpt_like", *SMALL)
+H200 = (
+    "-c",
+    "import sys\n"
+    "from benchmarks import h200\n"
+    "h200.torch.cuda.is_available = lambda: True\n"
+    f"h200.programs = lambda out, commit: [('engine', {list(ENGINE)!r})]\n"
+    "sys.argv = ['h200', '--out', sys.argv[1]]\n"
+    "h200.main()",
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "code", "last"),
+    [
+        (BENCH, signal.SIGINT, 130, "interrupted"),
+        (BENCH, signal.SIGTERM, 143, "terminated"),
+        (ENGINE, signal.SIGINT, 130, "interrupted"),
+        (ENGINE, signal.SIGTERM, 143, "terminated"),
+        (H200, signal.SIGTERM, 143, "terminated"),
+    ],
+    ids=["bench-int", "bench-term", "engine-int", "engine-term", "h200-term"],
+)
+def test_a_signal_ends_everything_in_order(
+    words: tuple[str, ...], number: signal.Signals, code: int, last: str, tmp_path: Path
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="oct") as folder:  # short: paths of sockets are bounded
+        more = (str(tmp_path / "out"),) if words is H200 else ()
+        process = subprocess.Popen(
+            [sys.executable, *words, *more],
+            cwd=ROOT,
+            env=os.environ | {"TMPDIR": folder},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stderr is not None
+            while not (line := process.stderr.readline()).startswith("sharegpt_like: 1000 requests"):
+                assert line, "it ended by itself"
+            started = psutil.Process(process.pid).children(recursive=True)
+            assert len([p for p in started if "octavo.cli.main" in p.cmdline()]) == 2
+            assert len(list(Path(folder).glob("octavo-bench-*"))) == 2
+            process.send_signal(number)
+            process.send_signal(number)  # `timeout` sends it to the process and to its group
+            rest = process.stderr.read()
+            assert process.wait(60) == code
+        finally:
+            process.kill()
+            process.communicate()
+        assert rest.splitlines()[-1] == last
+        assert "Traceback" not in rest
+        assert not list(Path(folder).glob("octavo-bench-*"))
+        assert not [p for p in started if p.is_running()]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("name", [p.stem for p in (ROOT / "benchmarks").glob("gpu_*.py")] + ["h200"])
+def test_programs_for_gpus_say_that_there_is_none(name: str, tmp_path: Path) -> None:
+    done = run("-m", f"benchmarks.{name}", "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert re.fullmatch(rf"{name}: torch \S+ finds no CUDA device\n", done.stderr)
+    assert not (tmp_path / "out").exists()

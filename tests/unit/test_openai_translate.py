@@ -8,12 +8,16 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from octavo.frontend import errors
 from octavo.frontend.config import FrontendConfig
+from octavo.frontend.model import SamplingDefaults
 from octavo.frontend.openai import schema
 from octavo.frontend.openai.errors import HTTP_RULES, HttpError, from_msgspec, to_http
 from octavo.frontend.openai.translate import FIELDS, json_name, translate_chat, translate_completion
+from octavo.frontend.validation import Bounds, check_params, check_prompt_form
 from octavo.v1 import generation_pb2 as pb
 
 CONFIG = FrontendConfig(Path("model"), ("tiny",), "ipc:///nowhere/s")
@@ -25,14 +29,16 @@ GRPC_ONLY = {"output.detokenize"}
 
 def completion(**body: Any) -> pb.GenerationInput:
     data = json.dumps({"prompt": "x", **body}).encode()
-    (found,) = translate_completion(msgspec.json.decode(data, type=schema.CompletionBody), CONFIG).inputs
-    return found
+    translation = translate_completion(msgspec.json.decode(data, type=schema.CompletionBody), CONFIG)
+    assert len(translation) == 1
+    return translation.input(0)
 
 
 def chat(**body: Any) -> pb.GenerationInput:
     data = json.dumps({"messages": HELLO, **body}).encode()
-    (found,) = translate_chat(msgspec.json.decode(data, type=schema.ChatBody)).inputs
-    return found
+    translation = translate_chat(msgspec.json.decode(data, type=schema.ChatBody))
+    assert len(translation) == 1
+    return translation.input(0)
 
 
 def paths(message: Any, prefix: str = "") -> set[str]:
@@ -124,7 +130,7 @@ def test_fields_of_chats() -> None:
 
 def test_messages_of_parts_and_messages_that_were_answers() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    answer = {
+    answer: dict[str, Any] = {
         "role": "assistant",
         "content": "c",
         "refusal": None,
@@ -283,3 +289,60 @@ _RETRIED = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
 
 def test_long_messages_are_cut() -> None:
     assert len(to_http(errors.InvalidArgument("x" * 10**6, field_path="input.text")).body()) < 2000
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = sorted({*schema.CompletionBody.__struct_fields__, *schema.ChatBody.__struct_fields__})
+BOUNDS = Bounds(CONFIG, 300, 256, SamplingDefaults(), (256,))
+
+
+def refusals(data: bytes, is_chat: bool) -> list[HttpError]:
+    """Take a body as far as its prompt would be tokenised; nothing but typed errors may come out."""
+    found = []
+    try:
+        if is_chat:
+            translation = translate_chat(msgspec.json.decode(data, type=schema.ChatBody))
+        else:
+            translation = translate_completion(msgspec.json.decode(data, type=schema.CompletionBody), CONFIG)
+        for number in range(len(translation)):
+            one = translation.input(number)
+            try:
+                check_prompt_form(one, BOUNDS, 1000)
+                check_params(one, BOUNDS)
+            except errors.InvalidArgument as error:
+                found.append(to_http(error, translation.param(error.field_path, number)))
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        found.append(from_msgspec(error))
+    except HttpError as error:
+        found.append(error)
+    return found
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4),
+    st.fixed_dictionaries({}, optional={"prompt": st.text(max_size=3), "messages": st.just(HELLO)}),
+    st.booleans(),
+)
+def test_no_json_breaks_the_door(body: dict[str, Any], prompt: dict[str, Any], is_chat: bool) -> None:
+    for error in refusals(json.dumps(body | prompt).encode(), is_chat):
+        assert error.status == 400
+        assert error.param, error.message
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=40) | st.text('[]{}":,\\ud8c0promt1e', max_size=30).map(str.encode), st.booleans())
+def test_no_bytes_break_the_door(data: bytes, is_chat: bool) -> None:
+    assert all(error.status == 400 for error in refusals(data, is_chat))
+
+
+@pytest.mark.parametrize("escape", [r"\ud800", r"\udc00", r"\ud800x", r"\udfff\ud800"])
+def test_half_a_surrogate_pair_is_no_text(escape: str) -> None:
+    data = b'{"prompt": "' + escape.encode() + b'"}'
+    with pytest.raises((msgspec.MsgspecError, UnicodeError)) as raised:
+        translate_completion(msgspec.json.decode(data, type=schema.CompletionBody), CONFIG).input(0)
+    assert from_msgspec(raised.value).status == 400

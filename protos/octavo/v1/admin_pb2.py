@@ -22,27 +22,36 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15octavo/v1/admin.proto\x12\toctavo.v1\"\x12\n\x10GetStatusRequest\"\xb5\x01\n\x11GetStatusResponse\x12\x0e\n\x06models\x18\x01 \x03(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12+\n\tprocesses\x18\x04 \x03(\x0b\x32\x18.octavo.v1.ProcessStatus\x12-\n\tscheduler\x18\x05 \x01(\x0b\x32\x1a.octavo.v1.SchedulerStatus\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\"Y\n\rProcessStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\r\n\x05state\x18\x05 \x01(\t\"\x87\x03\n\x0fSchedulerStatus\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x04\x12\x15\n\rcached_blocks\x18\x08 \x01(\r\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\n \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\x0b \x01(\x04\x12\x15\n\rfailed_checks\x18\x0c \x01(\x04\x12\x16\n\x0ewaiting_reason\x18\r \x01(\t\x12\x19\n\x11scheduling_policy\x18\x0e \x01(\t\x12\x16\n\x0eprefix_caching\x18\x0f \x01(\x08\x12\x14\n\x0cmax_num_seqs\x18\x10 \x01(\r\"\x19\n\x17ResetPrefixCacheRequest\"2\n\x18ResetPrefixCacheResponse\x12\x16\n\x0e\x64ropped_blocks\x18\x01 \x01(\r2\xb3\x01\n\x0c\x41\x64minService\x12\x46\n\tGetStatus\x12\x1b.octavo.v1.GetStatusRequest\x1a\x1c.octavo.v1.GetStatusResponse\x12[\n\x10ResetPrefixCache\x12\".octavo.v1.ResetPrefixCacheRequest\x1a#.octavo.v1.ResetPrefixCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15octavo/v1/admin.proto\x12\toctavo.v1\x1a\x1egoogle/protobuf/duration.proto\"\x12\n\x10GetStatusRequest\"\xb5\x01\n\x11GetStatusResponse\x12\x0e\n\x06models\x18\x01 \x03(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12+\n\tprocesses\x18\x04 \x03(\x0b\x32\x18.octavo.v1.ProcessStatus\x12-\n\tscheduler\x18\x05 \x01(\x0b\x32\x1a.octavo.v1.SchedulerStatus\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\"A\n\x12WatchStatusRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"C\n\x13WatchStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.octavo.v1.GetStatusResponse\"\x0e\n\x0c\x44rainRequest\")\n\rDrainResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\"Y\n\rProcessStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\r\n\x05state\x18\x05 \x01(\t\"\x87\x03\n\x0fSchedulerStatus\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x04\x12\x15\n\rcached_blocks\x18\x08 \x01(\r\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\n \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\x0b \x01(\x04\x12\x15\n\rfailed_checks\x18\x0c \x01(\x04\x12\x16\n\x0ewaiting_reason\x18\r \x01(\t\x12\x19\n\x11scheduling_policy\x18\x0e \x01(\t\x12\x16\n\x0eprefix_caching\x18\x0f \x01(\x08\x12\x14\n\x0cmax_num_seqs\x18\x10 \x01(\r\"\x19\n\x17ResetPrefixCacheRequest\"2\n\x18ResetPrefixCacheResponse\x12\x16\n\x0e\x64ropped_blocks\x18\x01 \x01(\r2\xbf\x02\n\x0c\x41\x64minService\x12\x46\n\tGetStatus\x12\x1b.octavo.v1.GetStatusRequest\x1a\x1c.octavo.v1.GetStatusResponse\x12N\n\x0bWatchStatus\x12\x1d.octavo.v1.WatchStatusRequest\x1a\x1e.octavo.v1.WatchStatusResponse0\x01\x12:\n\x05\x44rain\x12\x17.octavo.v1.DrainRequest\x1a\x18.octavo.v1.DrainResponse\x12[\n\x10ResetPrefixCache\x12\".octavo.v1.ResetPrefixCacheRequest\x1a#.octavo.v1.ResetPrefixCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'octavo.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETSTATUSREQUEST']._serialized_start=36
-  _globals['_GETSTATUSREQUEST']._serialized_end=54
-  _globals['_GETSTATUSRESPONSE']._serialized_start=57
-  _globals['_GETSTATUSRESPONSE']._serialized_end=238
-  _globals['_PROCESSSTATUS']._serialized_start=240
-  _globals['_PROCESSSTATUS']._serialized_end=329
-  _globals['_SCHEDULERSTATUS']._serialized_start=332
-  _globals['_SCHEDULERSTATUS']._serialized_end=723
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=725
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=750
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=752
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=802
-  _globals['_ADMINSERVICE']._serialized_start=805
-  _globals['_ADMINSERVICE']._serialized_end=984
+  _globals['_GETSTATUSREQUEST']._serialized_start=68
+  _globals['_GETSTATUSREQUEST']._serialized_end=86
+  _globals['_GETSTATUSRESPONSE']._serialized_start=89
+  _globals['_GETSTATUSRESPONSE']._serialized_end=270
+  _globals['_WATCHSTATUSREQUEST']._serialized_start=272
+  _globals['_WATCHSTATUSREQUEST']._serialized_end=337
+  _globals['_WATCHSTATUSRESPONSE']._serialized_start=339
+  _globals['_WATCHSTATUSRESPONSE']._serialized_end=406
+  _globals['_DRAINREQUEST']._serialized_start=408
+  _globals['_DRAINREQUEST']._serialized_end=422
+  _globals['_DRAINRESPONSE']._serialized_start=424
+  _globals['_DRAINRESPONSE']._serialized_end=465
+  _globals['_PROCESSSTATUS']._serialized_start=467
+  _globals['_PROCESSSTATUS']._serialized_end=556
+  _globals['_SCHEDULERSTATUS']._serialized_start=559
+  _globals['_SCHEDULERSTATUS']._serialized_end=950
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=952
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=977
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=979
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1029
+  _globals['_ADMINSERVICE']._serialized_start=1032
+  _globals['_ADMINSERVICE']._serialized_end=1351
 # @@protoc_insertion_point(module_scope)

@@ -40,6 +40,16 @@ class AdminServiceStub:
                 request_serializer=octavo_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.WatchStatus = channel.unary_stream(
+                '/octavo.v1.AdminService/WatchStatus',
+                request_serializer=octavo_dot_v1_dot_admin__pb2.WatchStatusRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_admin__pb2.WatchStatusResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/octavo.v1.AdminService/Drain',
+                request_serializer=octavo_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
         self.ResetPrefixCache = channel.unary_unary(
                 '/octavo.v1.AdminService/ResetPrefixCache',
                 request_serializer=octavo_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
@@ -53,6 +63,28 @@ class AdminServiceServicer:
 
     def GetStatus(self, request, context):
         """GetStatus returns the processes of the service, its queues and its blocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchStatus(self, request, context):
+        """WatchStatus returns the state of the service at once, and then whenever it has changed since the last message, at
+        most once an interval. It goes on while the service drains. When it has drained and no request runs any more, the
+        last state is sent and the stream ends OK; when the frontend stops before that it ends UNAVAILABLE. At most 16
+        watches run in a frontend at one time; more are RESOURCE_EXHAUSTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Drain makes the service take no new requests: they are UNAVAILABLE with the reason DRAINING, and health says
+        NOT_SERVING. Requests that have begun go on to their end, however long that takes. Only a restart of the service
+        undoes it; to drain twice changes nothing. It returns at once: WatchStatus ends when the last request has ended.
+
+        A service has one frontend, so that the asked frontend is all of it. Frontends that share a scheduler but were
+        started by hand are each drained alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,6 +105,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=octavo_dot_v1_dot_admin__pb2.GetStatusRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_admin__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'WatchStatus': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchStatus,
+                    request_deserializer=octavo_dot_v1_dot_admin__pb2.WatchStatusRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_admin__pb2.WatchStatusResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=octavo_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
             ),
             'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
                     servicer.ResetPrefixCache,
@@ -108,6 +150,60 @@ class AdminService:
             '/octavo.v1.AdminService/GetStatus',
             octavo_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
             octavo_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/octavo.v1.AdminService/WatchStatus',
+            octavo_dot_v1_dot_admin__pb2.WatchStatusRequest.SerializeToString,
+            octavo_dot_v1_dot_admin__pb2.WatchStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.AdminService/Drain',
+            octavo_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            octavo_dot_v1_dot_admin__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

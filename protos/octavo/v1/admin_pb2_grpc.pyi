@@ -35,6 +35,20 @@ class AdminServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     GetStatus: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatusRequest, _admin_pb2.GetStatusResponse]
     """GetStatus returns the processes of the service, its queues and its blocks."""
+    WatchStatus: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchStatusRequest, _admin_pb2.WatchStatusResponse]
+    """WatchStatus returns the state of the service at once, and then whenever it has changed since the last message, at
+    most once an interval. It goes on while the service drains. When it has drained and no request runs any more, the
+    last state is sent and the stream ends OK; when the frontend stops before that it ends UNAVAILABLE. At most 16
+    watches run in a frontend at one time; more are RESOURCE_EXHAUSTED.
+    """
+    Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
+    """Drain makes the service take no new requests: they are UNAVAILABLE with the reason DRAINING, and health says
+    NOT_SERVING. Requests that have begun go on to their end, however long that takes. Only a restart of the service
+    undoes it; to drain twice changes nothing. It returns at once: WatchStatus ends when the last request has ended.
+
+    A service has one frontend, so that the asked frontend is all of it. Frontends that share a scheduler but were
+    started by hand are each drained alone.
+    """
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheRequest, _admin_pb2.ResetPrefixCacheResponse]
     """ResetPrefixCache forgets all cached prefixes, so that no later request finds what was computed before; running
     requests go on. UNAVAILABLE: the scheduler did not confirm it, and it may or may not have happened.
@@ -47,6 +61,20 @@ class AdminServiceAsyncStub(AdminServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatusRequest, _admin_pb2.GetStatusResponse]  # type: ignore[assignment]
     """GetStatus returns the processes of the service, its queues and its blocks."""
+    WatchStatus: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchStatusRequest, _admin_pb2.WatchStatusResponse]  # type: ignore[assignment]
+    """WatchStatus returns the state of the service at once, and then whenever it has changed since the last message, at
+    most once an interval. It goes on while the service drains. When it has drained and no request runs any more, the
+    last state is sent and the stream ends OK; when the frontend stops before that it ends UNAVAILABLE. At most 16
+    watches run in a frontend at one time; more are RESOURCE_EXHAUSTED.
+    """
+    Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
+    """Drain makes the service take no new requests: they are UNAVAILABLE with the reason DRAINING, and health says
+    NOT_SERVING. Requests that have begun go on to their end, however long that takes. Only a restart of the service
+    undoes it; to drain twice changes nothing. It returns at once: WatchStatus ends when the last request has ended.
+
+    A service has one frontend, so that the asked frontend is all of it. Frontends that share a scheduler but were
+    started by hand are each drained alone.
+    """
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheRequest, _admin_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """ResetPrefixCache forgets all cached prefixes, so that no later request finds what was computed before; running
     requests go on. UNAVAILABLE: the scheduler did not confirm it, and it may or may not have happened.
@@ -62,6 +90,32 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetStatusResponse, _abc.Awaitable[_admin_pb2.GetStatusResponse]]:
         """GetStatus returns the processes of the service, its queues and its blocks."""
+
+    @_abc_1.abstractmethod
+    def WatchStatus(
+        self,
+        request: _admin_pb2.WatchStatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchStatusResponse], _abc.AsyncIterator[_admin_pb2.WatchStatusResponse]]:
+        """WatchStatus returns the state of the service at once, and then whenever it has changed since the last message, at
+        most once an interval. It goes on while the service drains. When it has drained and no request runs any more, the
+        last state is sent and the stream ends OK; when the frontend stops before that it ends UNAVAILABLE. At most 16
+        watches run in a frontend at one time; more are RESOURCE_EXHAUSTED.
+        """
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _admin_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
+        """Drain makes the service take no new requests: they are UNAVAILABLE with the reason DRAINING, and health says
+        NOT_SERVING. Requests that have begun go on to their end, however long that takes. Only a restart of the service
+        undoes it; to drain twice changes nothing. It returns at once: WatchStatus ends when the last request has ended.
+
+        A service has one frontend, so that the asked frontend is all of it. Frontends that share a scheduler but were
+        started by hand are each drained alone.
+        """
 
     @_abc_1.abstractmethod
     def ResetPrefixCache(

@@ -129,7 +129,8 @@ class GenerationInput(_message.Message):
     """
     cache_salt: _builtins.str
     """Keeps the prefix cache apart: only requests with the same salt share cached prefixes, and so can learn from their
-    latency that another one was asked. At most 256 bytes. Empty: shared with all requests that have no salt.
+    latency that another one was asked. At most 256 bytes. Empty: shared with all requests that have no salt. Requests
+    with different keys share nothing in either case, unless the service is told to (--share-prefix-cache).
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:

@@ -1,0 +1,263 @@
+"""What both doors do with a request: check it whole, begin its stream, let go of it in the end."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from octavo.frontend.config import FrontendConfig
+from octavo.frontend.errors import DeadlineExceeded, Draining, ModelNotFound, TooManyStreams, Unavailable
+from octavo.frontend.journal import Journal
+from octavo.frontend.metadata import read_authorization, read_caller, read_request_id, read_trace
+from octavo.frontend.model import ModelFiles
+from octavo.frontend.prompts import check_chat, encode_chat
+from octavo.frontend.scheduler_client import SchedulerClient
+from octavo.frontend.streams import Stream
+from octavo.frontend.validation import (
+    Bounds,
+    GenerationCall,
+    GenerationParams,
+    check_params,
+    check_prompt_form,
+    check_token_ids,
+    resolve_call,
+)
+from octavo.v1 import generation_pb2 as pb
+
+DEFAULT_CHUNK_TOKENS = 64
+"""Tokens of one choice that may share a message, where the caller does not say."""
+
+MAX_INLINE_BYTES = 2048
+"""Requests up to this size are tokenised at once (about half a millisecond): a busy loop hands the interpreter to
+another thread only after its switch interval, so that the way there and back would take longer."""
+
+Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """What a door knows of a call besides its request.
+
+    Attributes:
+        request_id: the caller's, or a made one; for people, never a key.
+        caller: whom the call counts against: its key's identity, without keys its address.
+        identity: whose key it holds, '' without keys.
+        trace: traceparent, '' if there is none.
+        deadline: when the caller's time is over, on the event loop's clock; None for never.
+    """
+
+    request_id: str
+    caller: str
+    identity: str = ""
+    trace: str = ""
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A request that can run, and what it runs on."""
+
+    journal: Journal
+    model: ModelFiles
+    client: SchedulerClient
+
+
+class Calls:
+    """The calls of all doors: counts them, checks their requests, and holds their streams.
+
+    The law: a stream that was begun is let go of whatever ends its call.
+
+    Args:
+        config: limits.
+        executor: where prompts are tokenised.
+    """
+
+    def __init__(self, config: FrontendConfig, executor: Executor) -> None:
+        self.config = config
+        self.executor = executor
+        self._model: ModelFiles | None = None
+        self._client: SchedulerClient | None = None
+        self._draining = False
+        self._num_calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def attach(self, model: ModelFiles, client: SchedulerClient) -> None:
+        """Begin to serve: the model has been read."""
+        self._model, self._client = model, client
+
+    def refuse_new(self) -> None:
+        """Take no further requests."""
+        self._draining = True
+
+    async def wait_idle(self) -> None:
+        """Wait until no call is running."""
+        await self._idle.wait()
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests are taken and can run."""
+        return self._client is not None and self._client.serving and not self._draining
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of prompt and output together; None while no worker has said so."""
+        facts = self._client.facts if self._client is not None else None
+        return None if facts is None else facts.max_model_len
+
+    @contextmanager
+    def counted(self, num_requests: int = 1) -> Iterator[None]:
+        """Count a call, which makes this many requests, from its first moment to its last."""
+        self._num_calls += num_requests
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_calls -= num_requests
+            if not self._num_calls:
+                self._idle.set()
+
+    def context(self, metadata: Metadata, peer: str, deadline: float | None) -> CallContext:
+        """Return what a call says besides its request; its key has been checked.
+
+        Args:
+            metadata: gRPC's, or the headers of HTTP, with lower-case names.
+            peer: where it comes from, as gRPC writes it: ipv4:127.0.0.1:50051, ipv6:[::1]:50051, unix:.
+            deadline: when the caller's time is over, on the event loop's clock; None for never.
+        """
+        identity = self.config.auth.identity(read_authorization(metadata)) or ""
+        return CallContext(
+            request_id=read_request_id(metadata),
+            caller=identity or read_caller(peer),
+            identity=identity,
+            trace=read_trace(metadata),
+            deadline=deadline,
+        )
+
+    @asynccontextmanager
+    async def opened(
+        self, request: pb.GenerationInput, context: CallContext, max_unsent_tokens: int | None
+    ) -> AsyncIterator[tuple[Stream, ModelFiles]]:
+        """Check a request, begin its stream, and let go of it in the end.
+
+        Raises:
+            ServiceError: it is refused.
+        """
+        checked = await self.check(request, context)
+        with self.begun(checked, context, max_unsent_tokens) as stream:
+            yield stream, checked.model
+
+    async def check(self, request: pb.GenerationInput, context: CallContext) -> Checked:
+        """Check a request whole; what it takes long to do with its prompt is done in a thread.
+
+        Raises:
+            ServiceError: it is refused.
+        """
+        model, client = self.admit(request.model)
+        bounds = self.bounds()
+        check_prompt_form(request, bounds, model.tokenizer.max_prompt_bytes(bounds.max_model_len))
+        resolve = _prompt_work(request, check_params(request, bounds), bounds, model)
+        facts = client.facts
+        # Not to learn from a fast answer what the holder of another key has asked.
+        tenant = "" if self.config.share_prefix_cache else context.identity
+
+        def work() -> Journal:
+            journal = Journal(resolve(), model.digest, context.caller, context.trace, tenant)
+            if facts is not None:
+                journal.hash_prompt(facts)
+            return journal
+
+        if request.ByteSize() <= MAX_INLINE_BYTES:
+            return Checked(work(), model, client)
+        return Checked(await asyncio.get_running_loop().run_in_executor(self.executor, work), model, client)
+
+    @contextmanager
+    def begun(self, checked: Checked, context: CallContext, max_unsent_tokens: int | None) -> Iterator[Stream]:
+        """Begin the stream of a checked request, and let go of it in the end.
+
+        Raises:
+            DeadlineExceeded: the caller's time is over already.
+        """
+        loop, deadline = asyncio.get_running_loop(), context.deadline
+        if deadline is not None and loop.time() >= deadline:
+            raise DeadlineExceeded("the deadline had passed before the request could begin")
+        params, tokenizer, client = checked.journal.call.params, checked.model.tokenizer, checked.client
+        make = (lambda: tokenizer.detokenizer(params.skip_special_tokens)) if params.detokenize else None
+        stream = Stream(client.streams.new_handle(), checked.journal, make, max_unsent_tokens, deadline, client)
+        timer = None
+        try:
+            client.add(stream)
+            if deadline is not None:
+                timer = loop.call_at(deadline, stream.fail, DeadlineExceeded("the deadline has passed"))
+            yield stream
+        finally:
+            if timer is not None:
+                timer.cancel()
+            client.release(stream)
+
+    def admit(self, model_name: str) -> tuple[ModelFiles, SchedulerClient]:
+        """Return what a request for a model runs on; an empty name is the default model.
+
+        Raises:
+            ServiceError: no such model, or no request is taken at the moment.
+        """
+        if self._draining:
+            raise Draining("draining: no new requests are taken")
+        self.check_model(model_name)
+        model, client = self._model, self._client
+        if model is None or client is None:
+            raise Unavailable("the model is being loaded")
+        if not client.accepting:
+            raise Unavailable(client.reason or "no worker is ready")
+        if self._num_calls > self.config.max_streams:
+            raise TooManyStreams(f"{self.config.max_streams} requests are running here, the limit")
+        return model, client
+
+    def check_model(self, name: str) -> None:
+        """See that a model is served; an empty name is the default model.
+
+        Raises:
+            ModelNotFound: it is not.
+        """
+        if name and name not in self.config.served_model_names:
+            names = ", ".join(self.config.served_model_names)
+            raise ModelNotFound(f"no model {name[:200]!r} is served; there is {names}", model=name)
+
+    def bounds(self) -> Bounds:
+        """Return what a request may ask for.
+
+        Raises:
+            Unavailable: it is not known yet.
+        """
+        model, facts = self._model, self._client.facts if self._client is not None else None
+        if model is None or facts is None:
+            raise Unavailable("no worker is ready")
+        return Bounds(
+            self.config,
+            facts.vocab_size,
+            facts.max_model_len,
+            model.defaults,
+            model.eos_ids,
+            facts.scheduling_policy,
+            facts.takes_priorities,
+        )
+
+
+def _prompt_work(
+    request: pb.GenerationInput, params: GenerationParams, bounds: Bounds, model: ModelFiles
+) -> Callable[[], GenerationCall]:
+    """Return what turns the prompt into ids and checks their number; it runs in a thread."""
+    variables = check_chat(request.chat, model.chat_template) if request.HasField("chat") else {}
+
+    def work() -> GenerationCall:
+        if request.HasField("token_ids"):
+            ids = list(request.token_ids.ids)
+            check_token_ids(ids, bounds)
+            return resolve_call(params, "token_ids", ids, bounds)
+        if request.HasField("chat"):
+            return resolve_call(params, "chat", encode_chat(model, request.chat, variables), bounds)
+        return resolve_call(params, "text", model.tokenizer.encode_text(request.text), bounds)
+
+    return work
