@@ -23,12 +23,10 @@ from octavo.cli.bench_signals import held
 from octavo.cli.bench_workloads import SmallVocabulary, warmup
 from octavo.cli.errors import CommandError, ConfigurationError
 from octavo.cli.model_store import resolve
+from octavo.cli.program import OCTAVO
 from octavo.wire.errors import WireError
 from octavo.wire.handshake import ServiceFacts
 from octavo.wire.model_digest import model_digest
-
-OCTAVO = (sys.executable, "-P", "-m", "octavo.cli.main")
-"""As the supervisor's, whose import would load gRPC into the process that measures."""
 
 LOG_TAIL_LINES = 20
 END_TIMEOUT_S = 10.0

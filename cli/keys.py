@@ -5,12 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from octavo.cli.errors import ConfigurationError
+from octavo.cli.program import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from octavo.frontend.auth import Authenticator, KeysError, read_keys
 from octavo.frontend.tls import TlsError, TlsFiles
-
-API_KEY_VARIABLE, ADMIN_API_KEY_VARIABLE = "OCTAVO_API_KEY", "OCTAVO_ADMIN_API_KEY"
-SECRET_VARIABLES = frozenset({API_KEY_VARIABLE, ADMIN_API_KEY_VARIABLE})
-"""What no process but a frontend is to have in its environment."""
 
 
 @dataclass(frozen=True)

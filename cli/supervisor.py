@@ -10,17 +10,14 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from octavo.cli.keys import SECRET_VARIABLES
+from octavo.cli.program import OCTAVO, SECRET_VARIABLES
 
 logger = logging.getLogger(__name__)
 
 EXIT_CONFIGURATION = 2
-OCTAVO = (sys.executable, "-P", "-m", "octavo.cli.main")
-"""-P: what lies in the current folder must not shadow modules."""
 FRONTEND = "frontend"
 KILL_DELAY_S = 5.0
 FIRST_BACKOFF_S = 0.25

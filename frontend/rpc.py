@@ -29,6 +29,11 @@ def parse(kind: type[M]) -> Callable[[bytes], M | None]:
     return read
 
 
+def malformed(kind: type[Message]) -> InvalidArgument:
+    """Return what is told of bytes that are no message of a kind."""
+    return InvalidArgument(f"the bytes are no {kind.DESCRIPTOR.full_name}", field_path="")
+
+
 def known(request: M | None, kind: type[M]) -> M:
     """Return a request that is one, and has no field of its own that this version does not know.
 
@@ -36,7 +41,7 @@ def known(request: M | None, kind: type[M]) -> M:
         InvalidArgument: it is none, or has one.
     """
     if request is None:
-        raise InvalidArgument(f"the bytes are no {kind.DESCRIPTOR.full_name}", field_path="")
+        raise malformed(kind)
     check_known(request, "")
     return request
 
@@ -52,9 +57,10 @@ def check_known(message: Message, path: str) -> None:
         raise InvalidArgument(f"field number {number} is not known to this version", field_path=path)
 
 
-async def answer(context: Context, work: Callable[[], Awaitable[T]]) -> T:
-    """Echo the call's request id, do its work, and turn what goes wrong into its status."""
-    request_id = read_request_id(context.invocation_metadata())
+async def answer(context: Context, work: Callable[[], Awaitable[T]], request_id: str | None = None) -> T:
+    """Echo the call's request id (read here unless given), do its work, and turn what goes wrong into its status."""
+    if request_id is None:
+        request_id = read_request_id(context.invocation_metadata())
     await context.send_initial_metadata((("x-request-id", request_id),))
     try:
         return await work()

@@ -8,19 +8,17 @@ import grpc
 
 from octavo.frontend.calls import DEFAULT_CHUNK_TOKENS, CallContext, Calls
 from octavo.frontend.choice import Chunk
-from octavo.frontend.errors import InvalidArgument, ServiceError, abort, internal_error
+from octavo.frontend.errors import InvalidArgument
 from octavo.frontend.health import GENERATION_SERVICE
 from octavo.frontend.model import ModelFiles
 from octavo.frontend.responses import delta_event, finished_event, started_event, whole_response
-from octavo.frontend.rpc import parse
+from octavo.frontend.rpc import Context, answer, malformed, parse
 from octavo.frontend.streams import Stream
 from octavo.v1 import generation_pb2 as pb
 
 MAX_CHUNK_TOKENS = 65536
 
 T = TypeVar("T")
-
-Context = grpc.aio.ServicerContext[object, object]
 
 
 class GenerationServicer:
@@ -51,7 +49,7 @@ class GenerationServicer:
 
         async def work(call: CallContext) -> pb.GenerateResponse:
             if request is None:
-                raise _malformed(pb.GenerateRequest.DESCRIPTOR.full_name)
+                raise malformed(pb.GenerateRequest)
             async with self._calls.opened(request.input, call, max_unsent_tokens=None) as (stream, model):
                 while not stream.ended:
                     await stream.changed()
@@ -66,7 +64,7 @@ class GenerationServicer:
 
         async def work(call: CallContext) -> None:
             if request is None:
-                raise _malformed(pb.GenerateStreamRequest.DESCRIPTOR.full_name)
+                raise malformed(pb.GenerateStreamRequest)
             limit = _chunk_limit(request)
             unsent = self._config.max_unsent_tokens
             async with self._calls.opened(request.input, call, max_unsent_tokens=unsent) as (stream, model):
@@ -109,20 +107,7 @@ class GenerationServicer:
         deadline = None if left is None else asyncio.get_running_loop().time() + left
         call = self._calls.context(context.invocation_metadata(), context.peer(), deadline)
         with self._calls.counted():
-            await context.send_initial_metadata((("x-request-id", call.request_id),))
-            try:
-                return await work(call)
-            except ServiceError as raised:
-                # Its traceback holds this frame, which holds the request: a cycle that would keep megabytes until the
-                # next collection.
-                error = raised.with_traceback(None)
-            except Exception:  # noqa: BLE001 (the last resort: logged, and told as INTERNAL)
-                error = internal_error(call.request_id)
-            await abort(context, error, call.request_id)
-
-
-def _malformed(name: str) -> InvalidArgument:
-    return InvalidArgument(f"the bytes are no {name}", field_path="")
+            return await answer(context, lambda: work(call), call.request_id)
 
 
 def _chunk_limit(request: pb.GenerateStreamRequest) -> int:

@@ -13,12 +13,9 @@ from octavo.wire.peer import Peer, SessionBegan, SessionEnded
 from octavo.wire.plan import StepPlan
 from octavo.wire.signals import StopSignal
 from octavo.worker.errors import PlanError
-from octavo.worker.runner import Runner
+from octavo.worker.runner import LOOK_INTERVAL_S, Runner
 
 logger = logging.getLogger(__name__)
-
-LOOK_INTERVAL_S = 20e-6
-"""Between two looks at the GPU while it computes. The system makes about 70 us of it, which is little beside a step."""
 
 
 class WorkerIdentity:

@@ -8,6 +8,7 @@ say.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from octavo.wire.columns import unpack_ints
 from octavo.wire.errors import MalformedMessage
@@ -88,7 +89,7 @@ class Step:
     sampling: list[int]  # places in `rows` of those that sample, in the plan's order
     forks: list[Fork]
 
-    @property
+    @cached_property
     def sampling_rows(self) -> list[int]:
         """Rows that get an id: those of the plan in its order, then the forked ones."""
         return [self.rows[place] for place in self.sampling] + [fork.target for fork in self.forks]

@@ -15,6 +15,9 @@ from octavo.worker.results import step_result
 from octavo.worker.rows import Rows
 from octavo.worker.sampler import Sampled, draw
 
+LOOK_INTERVAL_S = 20e-6
+"""Between two looks at a GPU while it computes. The system makes about 70 us of it, which is little beside a step."""
+
 PLACEHOLDER_TOKEN = 0
 """What a faulted row gets, so that plans already on their way still find the counts they expect."""
 

@@ -14,6 +14,7 @@ from octavo.cli import keys, logs, serve
 from octavo.cli.connection import connected, failure
 from octavo.cli.errors import ConfigurationError
 from octavo.cli.main import build
+from octavo.cli.program import SECRET_VARIABLES
 from octavo.frontend.errors import Unauthenticated
 from octavo.frontend.tls import TlsError, TlsFiles
 from tests.support.certificates import Authority, make_authority, with_password
@@ -113,7 +114,7 @@ def test_keys_go_to_a_frontend_by_its_environment() -> None:
     assert keys.key_variables(None, None) == {}
     given = keys.key_variables([FIRST, SECOND], [ADMIN])
     assert given == {"OCTAVO_API_KEY": f"{FIRST} {SECOND}", "OCTAVO_ADMIN_API_KEY": ADMIN}
-    assert set(given) == keys.SECRET_VARIABLES
+    assert set(given) == SECRET_VARIABLES
     assert FIRST not in repr(keys.Access("here:1", admin_key=FIRST))
 
 
