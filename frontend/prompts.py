@@ -7,6 +7,7 @@ from typing import TypeAlias
 from octavo.frontend.chat_template import END_MARK, ChatTemplate, TemplateError
 from octavo.frontend.errors import InvalidArgument
 from octavo.frontend.model import ModelFiles
+from octavo.frontend.unserved import refuse_unserved_chat
 from octavo.v1 import generation_pb2 as pb
 
 TEMPLATE_KWARGS: Mapping[str, tuple[type, ...]] = {
@@ -31,6 +32,7 @@ def check_chat(chat: pb.ChatPrompt, template: ChatTemplate | None) -> dict[str, 
         InvalidArgument: names the field.
     """
     path = "input.chat"
+    refuse_unserved_chat(chat)
     if template is None:
         raise InvalidArgument("the model has no chat template: send text or token ids", field_path=path)
     for i, message in enumerate(chat.messages):

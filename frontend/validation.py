@@ -12,8 +12,10 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from octavo.frontend.config import FrontendConfig
+from octavo.frontend.constraint import Constraint
 from octavo.frontend.errors import ContextLengthExceeded, InvalidArgument
 from octavo.frontend.model import SamplingDefaults
+from octavo.frontend.unserved import refuse_unserved
 from octavo.v1 import generation_pb2 as pb
 from octavo.wire.columns import pack_floats, pack_ints
 from octavo.wire.plan import RowSampling
@@ -70,6 +72,7 @@ class GenerationParams:
         token_ids, skip_special_tokens, detokenize: as asked.
         priority: lower runs earlier.
         cache_salt: what keeps the request's part of the prefix cache apart.
+        constraint: what form each choice's text must have.
     """
 
     num_choices: int
@@ -86,6 +89,7 @@ class GenerationParams:
     detokenize: bool
     priority: int
     cache_salt: str
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParam
         if len(unknown := UnknownFieldSet(message)):
             number = unknown[0].field_number
             raise InvalidArgument(f"field number {number} is not known to this version", field_path=path)
+    refuse_unserved(request)
     sampling, stopping, output = request.sampling, request.stopping, request.output
     config = bounds.config
     num_choices = _integer("input.sampling.n", sampling.n, 1, config.max_n) if sampling.HasField("n") else 1
@@ -237,7 +242,7 @@ def check_prompt_length(num_tokens: int, bounds: Bounds, path: str) -> None:
 
 def _submessages(request: pb.GenerationInput) -> list[tuple[str, Message]]:
     found: list[tuple[str, Message]] = [("input", request)]
-    for name in ("sampling", "stopping", "output", "chat", "token_ids"):
+    for name in ("sampling", "stopping", "constraint", "output", "chat", "token_ids"):
         if request.HasField(name):
             found.append((f"input.{name}", getattr(request, name)))
     if request.HasField("chat"):

@@ -98,16 +98,33 @@ def test_bad_parameters_are_named(fields: dict[str, Any], path: str, value: str,
 
 
 def test_fields_of_other_versions_are_refused_rather_than_ignored() -> None:
-    # Field 7 is a constraint on the output where it exists: to ignore it would answer another question.
-    request = pb.GenerationInput.FromString(b"\x3a\x02\x12\x00" + parse(text="x").SerializeToString())
-    with pytest.raises(InvalidArgument, match="field number 7") as raised:
+    # Field 11 is an adapter where it exists: to ignore it would let another model answer.
+    request = pb.GenerationInput.FromString(b"\x5a\x01x" + parse(text="x").SerializeToString())
+    with pytest.raises(InvalidArgument, match="field number 11") as raised:
         check_params(request, BOUNDS)
     assert raised.value.field_path == "input"
     request = parse(text="x")
-    request.sampling.MergeFromString(b"\x68\x01")
-    with pytest.raises(InvalidArgument, match="field number 13") as raised:
+    request.sampling.MergeFromString(b"\x70\x01")
+    with pytest.raises(InvalidArgument, match="field number 14") as raised:
         check_params(request, BOUNDS)
     assert raised.value.field_path == "input.sampling"
+
+
+UNSERVED: list[tuple[dict[str, Any], str]] = [
+    ({"constraint": {"jsonObject": True}}, "input.constraint"),
+    ({"sampling": {"badWords": ["x"]}}, "input.sampling.bad_words"),
+    ({"sampling": {"beamSearch": {}}}, "input.sampling.beam_search"),
+    ({"stopping": {"timeLimit": "1s"}}, "input.stopping.time_limit"),
+    ({"output": {"promptLogprobs": 0}}, "input.output.prompt_logprobs"),
+    ({"output": {"echo": True}}, "input.output.echo"),
+]
+
+
+@pytest.mark.parametrize(("fields", "path"), UNSERVED, ids=lambda v: str(v)[:60])
+def test_what_is_not_served_yet_is_refused(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidArgument, match="not served yet") as raised:
+        params(**fields)
+    assert raised.value.field_path == path
 
 
 def test_unset_parameters_mean_the_defaults() -> None:
