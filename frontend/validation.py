@@ -148,7 +148,7 @@ def check_prompt_form(request: pb.GenerationInput, bounds: Bounds, max_prompt_by
     """Check what can be told of a prompt before it is tokenised.
 
     Raises:
-        InvalidArgument: no prompt, an empty one, or more text than can fit.
+        InvalidArgument: no prompt, an empty one, one with NUL, or more text than can fit.
         ContextLengthExceeded: more ids than fit.
     """
     form = request.WhichOneof("prompt")
@@ -163,6 +163,7 @@ def check_prompt_form(request: pb.GenerationInput, bounds: Bounds, max_prompt_by
         if not request.text:
             raise InvalidArgument("the prompt is empty", field_path="input.text")
         num_bytes = len(request.text.encode())
+        _refuse_nul(request.text, "input.text")
     else:
         messages, max_messages = request.chat.messages, bounds.config.max_messages
         if not messages:
@@ -170,6 +171,9 @@ def check_prompt_form(request: pb.GenerationInput, bounds: Bounds, max_prompt_by
         if len(messages) > max_messages:
             raise InvalidArgument(f"{len(messages)} messages, limit {max_messages}", field_path="input.chat.messages")
         num_bytes = sum(len(m.content.encode()) + len(m.role) + len(m.name) for m in messages)
+        for i, message in enumerate(messages):
+            for name in ("role", "content", "name"):
+                _refuse_nul(getattr(message, name), f"input.chat.messages[{i}].{name}")
     if num_bytes > max_prompt_bytes:
         message = (
             f"{num_bytes} bytes of text, limit {max_prompt_bytes} (max_model_len is {bounds.max_model_len} tokens)"
@@ -238,6 +242,12 @@ def check_prompt_length(num_tokens: int, bounds: Bounds, path: str) -> None:
             field_path=path,
             metadata={"prompt_tokens": str(num_tokens), "max_model_len": str(bounds.max_model_len)},
         )
+
+
+def _refuse_nul(text: str, path: str) -> None:
+    """Refuse U+0000: in text it is a mistake, and some tokenizers end there."""
+    if (place := text.find("\0")) >= 0:
+        raise InvalidArgument(f"character {place} is NUL (U+0000), which no text holds", field_path=path)
 
 
 def _submessages(request: pb.GenerationInput) -> list[tuple[str, Message]]:

@@ -11,6 +11,9 @@ from octavo.frontend.errors import RULES, InvalidArgument, ModelNotFound, Retrya
 
 INVALID_REQUEST = "invalid_request_error"
 
+MAX_PARAM_BYTES = 200
+"""Of a field's name: that of an unknown field is the client's own."""
+
 
 @dataclass(eq=False)
 class HttpError(Exception):
@@ -35,7 +38,8 @@ class HttpError(Exception):
 
     def body(self) -> bytes:
         """Return the error in OpenAI's shape."""
-        error = {"message": bounded(self.message), "type": self.type, "param": self.param, "code": self.code}
+        param = None if self.param is None else bounded(self.param, MAX_PARAM_BYTES)
+        error = {"message": bounded(self.message), "type": self.type, "param": param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
 

@@ -184,11 +184,16 @@ def asks_for(raw: Raw) -> bool:
 
 
 def _content(message: Message, index: int) -> str:
-    if message.content is None or isinstance(message.content, str):
-        return message.content or ""
+    if isinstance(message.content, str):
+        return message.content
+    if message.content is None:
+        if message.role == "assistant" and asks_for(message.tool_calls):
+            return ""
+        raise bad_field(f"messages[{index}].content", "text is needed; only calls of tools may stand in its place")
     for i, part in enumerate(message.content):
-        if part.type != "text" or part.text is None:
-            raise bad_field(f"messages[{index}].content[{i}]", "only parts of type text are served")
+        holds_more = any(_given(getattr(part, name)) for name in ("image_url", "input_audio", "file", "refusal"))
+        if part.type != "text" or part.text is None or holds_more:
+            raise bad_field(f"messages[{index}].content[{i}]", "only parts of type text, with text alone, are served")
     return "\n".join(part.text or "" for part in message.content)
 
 
@@ -253,7 +258,7 @@ _UNSERVED: Mapping[str, tuple[_Asks, str]] = {
     "echo": (_given, "it is not served"),
 }
 _UNSERVED_IN_COMPLETIONS: Mapping[str, tuple[_Asks, str]] = {
-    "best_of": (lambda value: value is not None and value > 1, "only 1 is served"),
+    "best_of": (lambda value: value not in (None, 1), "only 1 is served"),
     "suffix": (_given, "it is not served"),
 }
 _UNSERVED_IN_CHATS: Mapping[str, tuple[_Asks, str]] = {
