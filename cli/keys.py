@@ -8,6 +8,9 @@ from octavo.cli.errors import ConfigurationError
 from octavo.cli.program import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from octavo.frontend.auth import Authenticator, KeysError, read_keys
 from octavo.frontend.tls import TlsError, TlsFiles
+from octavo.wire.channel import check_address
+from octavo.wire.curve import load_peer_keys, load_scheduler_keys
+from octavo.wire.errors import WireError
 
 
 @dataclass(frozen=True)
@@ -99,3 +102,18 @@ def load_tls(certfile: Path | None, keyfile: Path | None, ca_certs: Path | None)
     except TlsError as error:
         raise ConfigurationError(str(error)) from error
     return files
+
+
+def check_curve(address: str, folder: Path | None) -> None:
+    """See that every process of a service can use the scheduler's address with these CURVE keys.
+
+    Raises:
+        ConfigurationError: one cannot.
+    """
+    try:
+        check_address(address, has_keys=folder is not None)
+        load_scheduler_keys(folder)
+        for role in ("frontend", "worker"):
+            load_peer_keys(folder, role)
+    except WireError as error:
+        raise ConfigurationError(str(error)) from error

@@ -18,6 +18,7 @@ _MODULES = {
     "models": "models",
     "status": "status",
     "cache": "cache",
+    "keys": "make_keys",
     "doctor": "doctor",
     "bench": "bench",
 }

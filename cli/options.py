@@ -332,8 +332,15 @@ KvCacheDtype = Annotated[
 ]
 SchedulerAddress = Annotated[
     str | None,
+    option("--scheduler-address", _PROCESS, "ipc:///folder/name or tcp://host:port; default: in the runtime folder."),
+]
+CurveKeys = Annotated[
+    Path | None,
     option(
-        "--scheduler-address", _PROCESS, "ipc:///folder/name or tcp://127.0.0.1:port; default: in the runtime folder."
+        "--curve-keys",
+        _PROCESS,
+        "Folder of the keys with which the processes know each other over tcp ('octavo keys' makes them).",
+        file_okay=False,
     ),
 ]
 LogLevel = Annotated[LevelName, option("--log-level", _PROCESS, "Least level of what is logged.")]

@@ -27,6 +27,7 @@ def frontend(
     ssl_ca_certs: options.SslCaCerts = None,
     recovery_timeout: options.RecoveryTimeout = 120.0,
     scheduler_address: options.SchedulerAddress = None,
+    curve_keys: options.CurveKeys = None,
     log_level: options.LogLevel = "info",
     config: options.ConfigFile = None,
     local_socket: options.LocalSocket = "",
@@ -45,6 +46,7 @@ def frontend(
                 model_path=found.folder,
                 served_model_names=tuple(served_model_name or found.names),
                 address=scheduler_address or default_scheduler_address(),
+                curve_keys=curve_keys,
                 host=host,
                 grpc_port=grpc_port,
                 http_port=http_port,
@@ -75,6 +77,7 @@ def scheduler(
     trace_plans: options.TracePlans = None,
     enable_prefix_caching: options.EnablePrefixCaching = True,
     scheduler_address: options.SchedulerAddress = None,
+    curve_keys: options.CurveKeys = None,
     log_level: options.LogLevel = "info",
     config: options.ConfigFile = None,
     exit_with_parent: options.ExitWithParent = None,
@@ -89,6 +92,7 @@ def scheduler(
         run(
             SchedulerConfig(
                 address=scheduler_address or default_scheduler_address(),
+                curve_keys=curve_keys,
                 config_digest=model_digest(resolve(model).folder),
                 max_model_len=max_model_len,
                 long_prefill_token_threshold=long_prefill_token_threshold,
@@ -126,6 +130,7 @@ def worker(
     num_threads: options.NumThreads = None,
     seed: options.Seed = 0,
     scheduler_address: options.SchedulerAddress = None,
+    curve_keys: options.CurveKeys = None,
     log_level: options.LogLevel = "info",
     config: options.ConfigFile = None,
     exit_with_parent: options.ExitWithParent = None,
@@ -140,6 +145,7 @@ def worker(
             WorkerConfig(
                 model_path=resolve(model).folder,
                 address=scheduler_address or default_scheduler_address(),
+                curve_keys=curve_keys,
                 device=device,
                 backend=backend,
                 dtype=dtype,

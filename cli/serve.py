@@ -75,6 +75,7 @@ def serve(
     kv_cache_memory_bytes: options.KvCacheMemoryBytes = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     scheduler_address: options.SchedulerAddress = None,
+    curve_keys: options.CurveKeys = None,
     log_level: options.LogLevel = "info",
     config: options.ConfigFile = None,
 ) -> None:
@@ -89,7 +90,8 @@ def serve(
         (api_key, api_key_file, admin_api_key), (ssl_certfile, ssl_keyfile, ssl_ca_certs), _reachable(host), grpc_port
     )
     address = scheduler_address or default_scheduler_address(f"scheduler-{grpc_port}")
-    common = {"scheduler-address": address, "log-level": log_level}
+    keys.check_curve(address, curve_keys)
+    common = {"scheduler-address": address, "curve-keys": curve_keys, "log-level": log_level}
     children = [
         _child(
             "scheduler",
@@ -191,7 +193,7 @@ def _access(
 def _child(
     role: str,
     model: Model,
-    common: dict[str, str],
+    common: Mapping[str, object],
     settings: dict[str, object],
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> ChildSpec:

@@ -15,7 +15,8 @@ class FrontendConfig:
         model_path: folder with tokenizer.json, config.json and, where the model has them, generation_config.json and a
             chat template.
         served_model_names: names under which clients ask for the model; the first is the default and is reported.
-        address: where the scheduler listens (ipc:///folder/name or tcp://127.0.0.1:port).
+        address: where the scheduler listens (ipc:///folder/name or tcp://host:port).
+        curve_keys: folder of the CURVE keys that tcp needs; None for ipc.
         host, grpc_port: where this frontend listens; port 0 lets the system choose one.
         http_port: where the HTTP door listens, on the same host; None: there is none.
         auth: the keys that open the services; without any, everybody may call.
@@ -47,6 +48,7 @@ class FrontendConfig:
     model_path: Path
     served_model_names: tuple[str, ...]
     address: str
+    curve_keys: Path | None = None
     host: str = "127.0.0.1"
     grpc_port: int = 50051
     http_port: int | None = None

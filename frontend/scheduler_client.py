@@ -18,6 +18,7 @@ from octavo.frontend.errors import Unavailable
 from octavo.frontend.streams import Stream, StreamTable
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S, DealerChannel
 from octavo.wire.codec import FromPeer, FromScheduler
+from octavo.wire.curve import load_peer_keys
 from octavo.wire.errors import WireError
 from octavo.wire.handshake import PROTOCOL_VERSION, FrontendHello, FrontendWelcome, ServiceFacts, WorkerState
 from octavo.wire.ids import BootId
@@ -67,7 +68,7 @@ class SchedulerClient:
         refused: done when the scheduler, or this frontend, finds that the two can never work together; says why.
 
     Raises (on construction):
-        WireError: the address is malformed.
+        WireError: the address is malformed, or its CURVE keys cannot be used.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class SchedulerClient:
         self._digest = digest
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
-        self._peer = Peer(DealerChannel(context, config.address, boot_id), self._make_hello, self._loop.time)
+        keys = load_peer_keys(config.curve_keys, "frontend")
+        channel = DealerChannel(context, config.address, boot_id, keys)
+        self._peer = Peer(channel, self._make_hello, self._loop.time)
         self._descriptors: tuple[int, ...] = ()
         self._watched: zmq.Socket[bytes] | None = None
         self._outbox: deque[FromPeer] = deque()

@@ -171,9 +171,9 @@ def check_prompt_form(request: pb.GenerationInput, bounds: Bounds, max_prompt_by
         if len(messages) > max_messages:
             raise InvalidArgument(f"{len(messages)} messages, limit {max_messages}", field_path="input.chat.messages")
         num_bytes = sum(len(m.content.encode()) + len(m.role) + len(m.name) for m in messages)
-        for i, message in enumerate(messages):
+        for i, one in enumerate(messages):
             for name in ("role", "content", "name"):
-                _refuse_nul(getattr(message, name), f"input.chat.messages[{i}].{name}")
+                _refuse_nul(getattr(one, name), f"input.chat.messages[{i}].{name}")
     if num_bytes > max_prompt_bytes:
         message = (
             f"{num_bytes} bytes of text, limit {max_prompt_bytes} (max_model_len is {bounds.max_model_len} tokens)"

@@ -20,7 +20,7 @@ class SchedulerConfig:
     """
 
     address: str
-    """Where frontends and workers connect: ipc:///folder/name or tcp://127.0.0.1:port."""
+    """Where frontends and workers connect: ipc:///folder/name or tcp://host:port."""
     config_digest: str
     """model_digest() of the model folder; peers of another model are refused."""
     max_num_seqs: int | None = None
@@ -53,6 +53,8 @@ class SchedulerConfig:
     """Without a finished step for so long while plans are outstanding, the worker counts as lost."""
     recovery_timeout_s: float = 120.0
     """Without a worker for so long, requests fail with UNAVAILABLE."""
+    curve_keys: Path | None = None
+    """Folder of the CURVE keys that tcp needs."""
     trace_plans: Path | None = None
     """File that gets one JSON line for each plan and result."""
 

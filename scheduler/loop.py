@@ -15,6 +15,7 @@ from octavo.scheduler.service import Service
 from octavo.scheduler.sessions import Sessions
 from octavo.scheduler.trace import PlanTrace
 from octavo.wire.channel import RouterChannel
+from octavo.wire.curve import load_scheduler_keys
 from octavo.wire.ids import new_boot_id
 
 GOODBYE_LINGER_MS = 100
@@ -32,7 +33,7 @@ class Loop:
 
     Raises (on construction):
         AddressInUse: another scheduler listens there.
-        WireError: the address is malformed.
+        WireError: the address is malformed, or its CURVE keys cannot be used.
         OSError: the trace file cannot be opened.
     """
 
@@ -41,7 +42,7 @@ class Loop:
         self._is_stopping = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._channel = RouterChannel(self._context, config.address)
+            self._channel = RouterChannel(self._context, config.address, load_scheduler_keys(config.curve_keys))
         except Exception:
             self._context.term()
             raise

@@ -13,6 +13,7 @@ class WorkerConfig:
 
     model_path: Path
     address: str  # the scheduler's
+    curve_keys: Path | None = None  # folder of the CURVE keys that tcp needs
     device: str = "auto"  # auto (cuda where there is one, else cpu), cpu or cuda
     backend: str = "auto"  # auto (triton on CUDA, else cpu), or a name that octavo.kernels.ops.get_ops knows
     dtype: str = "auto"  # auto: float32 on the CPU, the checkpoint's on a GPU

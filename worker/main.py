@@ -8,6 +8,7 @@ import time
 import zmq
 
 from octavo.wire.channel import DealerChannel
+from octavo.wire.curve import load_peer_keys
 from octavo.wire.errors import WireError
 from octavo.wire.ids import new_boot_id
 from octavo.wire.model_digest import model_digest
@@ -49,7 +50,7 @@ def _serve(config: WorkerConfig, stop: StopSignal, context: "zmq.Context[zmq.Soc
         raise StartError(f"{config.model_path} is no model folder: config.json: {error.strerror}") from error
     identity = WorkerIdentity(digest, boot_id)
     try:
-        channel = DealerChannel(context, config.address, boot_id)
+        channel = DealerChannel(context, config.address, boot_id, load_peer_keys(config.curve_keys, "worker"))
     except WireError as error:
         raise StartError(str(error)) from error
     peer = Peer(channel, identity.hello, time.monotonic)

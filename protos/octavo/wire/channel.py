@@ -3,11 +3,14 @@
 Both are non-blocking and owned by one thread. A send that cannot be queued at once ends the session (SessionLost): the
 queues are bounded by SEND_QUEUE_MESSAGES, and nothing is dropped silently. Liveness is `Heartbeat` messages of our own;
 a closed connection shows at once, at the ROUTER as an unroutable peer, at the DEALER through the socket's monitor.
+Over tcp both ends hold CURVE keys (`octavo.wire.curve`); ipc sockets are guarded by their folder.
 """
 
 import fcntl
+import logging
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,8 @@ from octavo.wire.codec import (
     decode_from_scheduler,
     encode,
 )
-from octavo.wire.errors import AddressInUse, MalformedMessage, ProtocolMismatch, SessionLost, WireError
+from octavo.wire.curve import HANDSHAKE_FAILED, LOG_INTERVAL_S, Gate, PeerKeys, SchedulerKeys, guard, present
+from octavo.wire.errors import AddressInUse, KeyRefused, MalformedMessage, ProtocolMismatch, SessionLost, WireError
 from octavo.wire.handshake import Refuse
 from octavo.wire.ids import BootId
 
@@ -40,27 +44,45 @@ SEND_QUEUE_MESSAGES = 1000
 MAX_IPC_PATH_BYTES = 107
 """Of a Unix socket's path (sun_path of Linux, less its final zero)."""
 
+HANDSHAKE_TIMEOUT_MS = 10_000
+"""How long a new connection may take to show its key."""
+
 _IDENTITY_BYTES = 64
+
+_log = logging.getLogger(__name__)
 
 
 class RouterChannel:
     """The scheduler's end. Peers are named by the identity that their socket announces.
 
+    Args:
+        context: of the socket.
+        address: where to listen.
+        keys: whom to let in over tcp; not used for ipc.
+
     Raises (on construction):
         AddressInUse: another live process holds the address, or its lock file belongs to another user.
-        WireError: the address is malformed, or a plain tcp address beyond loopback.
+        WireError: the address is malformed, or tcp without keys.
     """
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
-        check_address(address)
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: SchedulerKeys | None = None
+    ) -> None:
+        check_address(address, has_keys=keys is not None)
         self.num_malformed = 0
         self._lock: int | None = _lock_ipc_path(address)
         self._socket = context.socket(zmq.ROUTER)
+        self._gate: Gate | None = None
         _set_common_options(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
+            if keys is not None and is_tcp(address):
+                self._gate = guard(context, self._socket, keys)
             self._socket.bind(address)
+        except AddressInUse:
+            self.close()
+            raise
         except zmq.ZMQError as error:
             self.close()
             raise AddressInUse(f"cannot listen on {address}: {error}") from error
@@ -71,6 +93,11 @@ class RouterChannel:
     def socket(self) -> "zmq.Socket[bytes]":
         """The socket, for a poller; nobody else reads or writes it."""
         return self._socket
+
+    @property
+    def num_refused(self) -> int:
+        """Connections over tcp that showed no key of a known peer."""
+        return self._gate.num_refused if self._gate is not None else 0
 
     def receive(self, limit: int) -> Iterator[tuple[bytes, Envelope, FromPeer]]:
         """Yield up to `limit` waiting messages with the identity of their sender; drop and count malformed ones.
@@ -114,6 +141,9 @@ class RouterChannel:
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the socket and release the lock; wait in the background at most `linger_ms` for what is queued."""
+        if self._gate is not None:
+            self._gate.stop()
+            self._gate = None
         self._socket.close(linger=linger_ms)
         if self._lock is not None:
             os.close(self._lock)
@@ -129,13 +159,28 @@ class RouterChannel:
 class DealerChannel:
     """A peer's end. After SessionLost the owner calls `reopen` and says Hello again; what was queued is gone.
 
+    Args:
+        context: of the socket.
+        address: where the scheduler listens.
+        boot_id: of this process.
+        keys: what to show there over tcp; not used for ipc.
+
     Raises (on construction):
-        WireError: the address is malformed, or a plain tcp address beyond loopback.
+        WireError: the address is malformed, or tcp without keys.
     """
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, boot_id: BootId) -> None:
-        check_address(address)
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        address: str,
+        boot_id: BootId,
+        keys: PeerKeys | None = None,
+    ) -> None:
+        check_address(address, has_keys=keys is not None)
         self.num_malformed = 0
+        self.num_failed_handshakes = 0
+        self._keys = keys if is_tcp(address) else None
+        self._next_log = time.monotonic()
         self._context = context
         self._address = address
         self._boot_id = boot_id
@@ -157,6 +202,7 @@ class DealerChannel:
 
         Raises:
             SessionLost: the connection was closed, or a message is malformed.
+            KeyRefused: the scheduler does not know this process's key.
             ProtocolMismatch: the scheduler speaks another protocol version.
         """
         for _ in range(limit):
@@ -207,23 +253,54 @@ class DealerChannel:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(self._address)
+        if self._keys is not None:
+            present(self._socket, self._keys)
+        self._is_connected = False  # and each side has shown that it is who it should be
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(events)
+        try:
+            self._socket.connect(self._address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise WireError(f"cannot connect to {self._address}: {error}") from error
 
     def _check_connection(self) -> None:
         lost = False
         while self._monitor.poll(0):
             event: dict[str, Any] = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))  # type: ignore[assignment]
-            lost = lost or event["event"] == zmq.EVENT_DISCONNECTED
+            kind = event["event"]
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_connected = True
+            elif kind == zmq.EVENT_DISCONNECTED:
+                # Before a handshake there is nothing to lose, and the socket itself tries again, ever more slowly.
+                lost = lost or self._is_connected
+            elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # libzmq itself does not try again
+                raise KeyRefused(f"{self._address} does not let this process in: its CURVE key is not known there")
+            else:
+                self._count_failed_handshake()
         if lost:
             raise SessionLost("the scheduler closed the connection")
 
+    def _count_failed_handshake(self) -> None:
+        self.num_failed_handshakes += 1
+        if (now := time.monotonic()) >= self._next_log:
+            self._next_log = now + LOG_INTERVAL_S
+            _log.warning(
+                "%d connections to %s failed so far: is scheduler.key in --curve-keys that of the scheduler there?",
+                self.num_failed_handshakes,
+                self._address,
+            )
 
-def check_address(address: str) -> None:
+
+def check_address(address: str, has_keys: bool = False) -> None:
     """Check an address that this process binds or connects to.
 
+    Args:
+        address: of the scheduler.
+        has_keys: whether this process has CURVE keys.
+
     Raises:
-        WireError: it is neither ipc:// with a short enough path nor tcp:// on loopback.
+        WireError: it is neither ipc:// with a short enough path nor tcp:// with a port, or it is tcp without keys.
     """
     if (path := ipc_path(address)) is not None:
         size = len(os.fsencode(path))
@@ -231,12 +308,22 @@ def check_address(address: str) -> None:
             raise WireError(
                 f"ipc path {str(path)!r} has {size} bytes: it must be absolute and have at most {MAX_IPC_PATH_BYTES}"
             )
-    elif address.startswith("tcp://"):
-        host = address.removeprefix("tcp://").rpartition(":")[0]
-        if host not in ("127.0.0.1", "[::1]", "localhost"):
-            raise WireError(f"{address}: tcp beyond loopback needs CURVE keys, which this version does not support")
+    elif is_tcp(address):
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+            raise WireError(f"{address!r} is no address: expected tcp://host:port")
+        if not has_keys:
+            raise WireError(
+                f"{address}: tcp needs CURVE keys; make them with 'octavo keys FOLDER' and give every process "
+                "--curve-keys FOLDER, or use ipc"
+            )
     else:
-        raise WireError(f"{address!r} is no address: expected ipc:///folder/name or tcp://127.0.0.1:port")
+        raise WireError(f"{address!r} is no address: expected ipc:///folder/name or tcp://host:port")
+
+
+def is_tcp(address: str) -> bool:
+    """Whether an address can be reached from other machines, and CURVE guards it."""
+    return address.startswith("tcp://")
 
 
 def ipc_path(address: str) -> Path | None:
@@ -249,6 +336,8 @@ def _set_common_options(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, SEND_QUEUE_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+    socket.setsockopt(zmq.IPV6, 1)
 
 
 def _lock_ipc_path(address: str) -> int | None:

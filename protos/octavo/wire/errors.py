@@ -19,3 +19,11 @@ class SessionLost(WireError):
 
 class AddressInUse(WireError):
     """Another live process holds the address."""
+
+
+class CurveKeysError(WireError):
+    """The folder of CURVE keys cannot be used as it is. The message never holds a key."""
+
+
+class KeyRefused(WireError):
+    """The scheduler does not let this process's CURVE key in: it must be told of it first."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, DealerChannel
 from octavo.wire.codec import Envelope, FromPeer, FromScheduler
-from octavo.wire.errors import ProtocolMismatch, SessionLost, WireError
+from octavo.wire.errors import KeyRefused, ProtocolMismatch, SessionLost, WireError
 from octavo.wire.handshake import (
     FrontendHello,
     FrontendWelcome,
@@ -101,7 +101,7 @@ class Peer:
         """Handle what has come and what is due; yield events and messages of the session in order.
 
         Raises:
-            PeerRefused: the scheduler refused this peer, or speaks another protocol version.
+            PeerRefused: the scheduler refused this peer or its key, or speaks another protocol version.
         """
         try:
             if self._pending_end is not None:
@@ -112,7 +112,7 @@ class Peer:
                 raise SessionLost(f"nothing heard from the scheduler for {HEARTBEAT_TIMEOUT_S:g} s")
         except SessionLost as error:
             yield from self._end(str(error))
-        except ProtocolMismatch as error:
+        except (ProtocolMismatch, KeyRefused) as error:
             raise PeerRefused(str(error)) from error
         self._say_hello()
 
