@@ -279,7 +279,8 @@ def test_a_peer_needs_the_schedulers_public_key(folder: Path, tmp_path: Path) ->
     make_folder(tmp_path, "frontend")
     with pytest.raises(CurveKeysError, match=r"scheduler\.key is missing"):
         load_peer_keys(tmp_path, "frontend")
-    assert load_peer_keys(None, "frontend") is load_scheduler_keys(None) is None
+    assert load_peer_keys(None, "frontend") is None
+    assert load_scheduler_keys(None) is None
 
 
 def test_a_peer_that_was_added_comes_in(tmp_path: Path) -> None:
