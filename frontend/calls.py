@@ -46,10 +46,12 @@ class CallContext:
         identity: whose key it holds, '' without keys.
         trace: traceparent, '' if there is none.
         deadline: when the caller's time is over, on the event loop's clock; None for never.
+        arrived_at: when the call came, on that clock.
     """
 
     request_id: str
     caller: str
+    arrived_at: float
     identity: str = ""
     trace: str = ""
     deadline: float | None = None
@@ -131,6 +133,7 @@ class Calls:
         return CallContext(
             request_id=read_request_id(metadata),
             caller=identity or read_caller(peer),
+            arrived_at=asyncio.get_running_loop().time(),
             identity=identity,
             trace=read_trace(metadata),
             deadline=deadline,
@@ -186,14 +189,16 @@ class Calls:
         params, tokenizer, client = checked.journal.call.params, checked.model.tokenizer, checked.client
         make = (lambda: tokenizer.detokenizer(params.skip_special_tokens)) if params.detokenize else None
         stream = Stream(client.streams.new_handle(), checked.journal, make, max_unsent_tokens, deadline, client)
-        timer = None
+        timers: list[asyncio.TimerHandle] = []
         try:
             client.add(stream)
             if deadline is not None:
-                timer = loop.call_at(deadline, stream.fail, DeadlineExceeded("the deadline has passed"))
+                timers.append(loop.call_at(deadline, stream.fail, DeadlineExceeded("the deadline has passed")))
+            if params.time_limit_s is not None:
+                timers.append(loop.call_at(context.arrived_at + params.time_limit_s, stream.end_by_time_limit))
             yield stream
         finally:
-            if timer is not None:
+            for timer in timers:
                 timer.cancel()
             client.release(stream)
 

@@ -12,6 +12,7 @@ from octavo.wire.requests import ChoiceLogprobs, FinishReason
 _REASONS: dict[FinishReason, pb.FinishReason.ValueType] = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.TIME_LIMIT: pb.FINISH_REASON_TIME_LIMIT,
 }
 
 

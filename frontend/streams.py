@@ -204,6 +204,19 @@ class Stream:
         """The request has ended at the scheduler without an answer."""
         self._end_with(FAILURES[event.code](event))
 
+    def end_by_time_limit(self) -> None:
+        """End all choices with what there is of them, the request's time limit having passed."""
+        if self.ended:
+            return
+        self._link.cancel(self.handle)
+        if not self.started:
+            self._queue_s = self.journal.call.params.time_limit_s or 0.0
+            self._start()
+        for index, output in enumerate(self.choices):
+            if output.end is None:
+                output.finish(FinishReason.TIME_LIMIT, len(output.ids))
+                self._on_end(index)
+
     def fail(self, error: ServiceError) -> None:
         """End the request from this side, unless it has ended."""
         if not self.ended:

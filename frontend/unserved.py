@@ -9,7 +9,6 @@ _UNSERVED: Mapping[str, Callable[[pb.GenerationInput], bool]] = {
     "input.constraint": lambda one: one.HasField("constraint"),
     "input.sampling.bad_words": lambda one: bool(one.sampling.bad_words),
     "input.sampling.beam_search": lambda one: one.sampling.HasField("beam_search"),
-    "input.stopping.time_limit": lambda one: one.stopping.HasField("time_limit"),
     "input.output.prompt_logprobs": lambda one: one.output.HasField("prompt_logprobs"),
     "input.output.echo": lambda one: one.output.echo,
 }

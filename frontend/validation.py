@@ -15,6 +15,7 @@ from octavo.frontend.config import FrontendConfig
 from octavo.frontend.constraint import Constraint
 from octavo.frontend.errors import ContextLengthExceeded, InvalidArgument
 from octavo.frontend.model import SamplingDefaults
+from octavo.frontend.stopping import check_stop_strings, check_time_limit, check_token_limits
 from octavo.frontend.unserved import refuse_unserved
 from octavo.v1 import generation_pb2 as pb
 from octavo.wire.columns import pack_floats, pack_ints
@@ -73,6 +74,7 @@ class GenerationParams:
         priority: lower runs earlier.
         cache_salt: what keeps the request's part of the prefix cache apart.
         constraint: what form each choice's text must have.
+        time_limit_s: after so long, from the call's arrival on, all choices end with what there is.
     """
 
     num_choices: int
@@ -90,6 +92,7 @@ class GenerationParams:
     priority: int
     cache_salt: str
     constraint: Constraint | None = None
+    time_limit_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -120,9 +123,9 @@ def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParam
     if output.HasField("logprobs"):
         logprobs = _integer("input.output.logprobs", output.logprobs, 0, min(config.max_logprobs, bounds.vocab_size))
     detokenize = output.detokenize if output.HasField("detokenize") else True
-    stop_strings = _stop_strings(stopping, config, detokenize)
+    stop_strings = check_stop_strings(stopping, config, detokenize)
     stop_ids = _ids("input.stopping.stop_token_ids", stopping.stop_token_ids, config.max_stop_token_ids, bounds)
-    min_tokens, max_tokens = _token_limits(stopping, bounds)
+    min_tokens, max_tokens = check_token_limits(stopping, bounds.max_model_len)
     _check_priority(request.priority, bounds)
     _check_cache_salt(request.cache_salt)
     ending_ids = frozenset(stop_ids if stopping.ignore_eos else (*stop_ids, *bounds.eos_ids))
@@ -141,6 +144,7 @@ def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParam
         detokenize=detokenize,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        time_limit_s=check_time_limit(stopping),
     )
 
 
@@ -306,35 +310,6 @@ def _logit_bias(sampling: pb.SamplingParams, bounds: Bounds) -> tuple[list[int],
             message = f"{value:g} must be a finite number from -100 to 100"
             raise InvalidArgument(message, field_path=f"{path}[{token_id}]")
     return [token_id for token_id, _ in entries], [value for _, value in entries]
-
-
-def _stop_strings(stopping: pb.StoppingParams, config: FrontendConfig, detokenize: bool) -> tuple[str, ...]:
-    path, stops = "input.stopping.stop_strings", stopping.stop_strings
-    if len(stops) > config.max_stop_strings:
-        raise InvalidArgument(f"{len(stops)} entries, limit {config.max_stop_strings}", field_path=path)
-    if stops and not detokenize:
-        raise InvalidArgument("stop strings need text, and output.detokenize is false", field_path=path)
-    for i, stop in enumerate(stops):
-        if not stop:
-            raise InvalidArgument("a stop string must not be empty", field_path=f"{path}[{i}]")
-        if len(stop) > config.max_stop_string_chars:
-            message = f"{len(stop)} characters, limit {config.max_stop_string_chars}"
-            raise InvalidArgument(message, field_path=f"{path}[{i}]")
-    return tuple(stops)
-
-
-def _token_limits(stopping: pb.StoppingParams, bounds: Bounds) -> tuple[int, int | None]:
-    max_tokens = None
-    if stopping.HasField("max_tokens"):
-        max_tokens = stopping.max_tokens
-        if max_tokens < 1:
-            raise InvalidArgument("0 must be at least 1", field_path="input.stopping.max_tokens")
-    min_tokens = stopping.min_tokens if stopping.HasField("min_tokens") else 0
-    limit = bounds.max_model_len if max_tokens is None else min(max_tokens, bounds.max_model_len)
-    if min_tokens > limit:
-        name = "max_model_len" if max_tokens is None or max_tokens > limit else "max_tokens"
-        raise InvalidArgument(f"{min_tokens}, limit {limit} ({name})", field_path="input.stopping.min_tokens")
-    return min_tokens, max_tokens
 
 
 def _check_priority(priority: int, bounds: Bounds) -> None:

@@ -114,7 +114,6 @@ UNSERVED: list[tuple[dict[str, Any], str]] = [
     ({"constraint": {"jsonObject": True}}, "input.constraint"),
     ({"sampling": {"badWords": ["x"]}}, "input.sampling.bad_words"),
     ({"sampling": {"beamSearch": {}}}, "input.sampling.beam_search"),
-    ({"stopping": {"timeLimit": "1s"}}, "input.stopping.time_limit"),
     ({"output": {"promptLogprobs": 0}}, "input.output.prompt_logprobs"),
     ({"output": {"echo": True}}, "input.output.echo"),
 ]

@@ -25,6 +25,8 @@ class FinishReason(IntEnum):
     """A stop id (end of sequence among them) was drawn, or the frontend found a stop string."""
     LENGTH = 2
     """max_tokens or the end of the context."""
+    TIME_LIMIT = 3
+    """The request's time limit has passed; the frontend's to say, as stop strings are."""
 
 
 class FailureCode(IntEnum):
