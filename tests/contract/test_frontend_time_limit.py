@@ -27,8 +27,8 @@ async def until_received(service: Service, num_tokens: int) -> None:
     (stream,) = service.frontend.client.streams
     came, on_token = asyncio.Event(), stream.on_token
 
-    def watched(*token: int) -> None:
-        on_token(*token)
+    def watched(choice: int, position: int, token_id: int) -> None:
+        on_token(choice, position, token_id)
         came.set()
 
     stream.on_token = watched  # type: ignore[method-assign]
