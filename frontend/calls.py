@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from octavo.frontend.bad_words import check_bad_words, with_bad_words
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.errors import DeadlineExceeded, Draining, ModelNotFound, TooManyStreams, Unavailable
 from octavo.frontend.journal import Journal
@@ -255,14 +256,17 @@ def _prompt_work(
 ) -> Callable[[], GenerationCall]:
     """Return what turns the prompt into ids and checks their number; it runs in a thread."""
     variables = check_chat(request.chat, model.chat_template) if request.HasField("chat") else {}
+    bad_words = request.sampling.bad_words
+    check_bad_words(bad_words)
 
     def work() -> GenerationCall:
+        full = with_bad_words(params, bad_words, model.tokenizer, bounds.vocab_size)
         if request.HasField("token_ids"):
             ids = list(request.token_ids.ids)
             check_token_ids(ids, bounds)
-            return resolve_call(params, "token_ids", ids, bounds)
+            return resolve_call(full, "token_ids", ids, bounds)
         if request.HasField("chat"):
-            return resolve_call(params, "chat", encode_chat(model, request.chat, variables), bounds)
-        return resolve_call(params, "text", model.tokenizer.encode_text(request.text), bounds)
+            return resolve_call(full, "chat", encode_chat(model, request.chat, variables), bounds)
+        return resolve_call(full, "text", model.tokenizer.encode_text(request.text), bounds)
 
     return work

@@ -55,6 +55,7 @@ def _id_error(message: SubmitRequest, vocab_size: int) -> str | None:
         "stop_token_ids": message.stop_token_ids + message.sampling.stop_token_ids,
         "logit_bias": message.sampling.logit_bias_ids,
         "allowed_token_ids": message.sampling.allowed_token_ids,
+        "bad_words": message.sampling.bad_word_ids,
     }
     columns |= {f"output of choice {choice}": ids for choice, ids in enumerate(message.output_ids)}
     for name, column in columns.items():

@@ -162,6 +162,7 @@ def num_new_ids(sequence: Sequence) -> int:
         sampling.stop_token_ids,
         sampling.logit_bias_ids,
         sampling.logit_bias_values,
+        sampling.bad_word_ids,
     )
     return sequence.num_known + sum(map(column_length, columns))
 

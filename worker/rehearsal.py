@@ -37,6 +37,8 @@ def everything(vocab_size: int, logprobs: int = 1) -> RowSampling:
         logit_bias_values=pack_floats([1.0]),
         allowed_token_ids=pack_ints(range(min(vocab_size, _MOST_ALLOWED))),
         logprobs=logprobs,
+        bad_word_ids=pack_ints([0, 1, 1]),
+        bad_word_lengths=pack_ints([1, 2]),
     )
 
 

@@ -1,6 +1,6 @@
 """Sampling: from the logits of a step to one id a row, by each row's own parameters.
 
-Order: allowed ids, min_tokens and logit bias, penalties, temperature, min-p, top-k, top-p, then a draw whose noise
+Order: allowed ids, bad words, min_tokens and logit bias, penalties, temperature, min-p, top-k, top-p, then a draw whose noise
 depends on seed, choice and output position alone. Log-probabilities are of the raw logits. Rows that use none of this
 cost nothing more than the most likely id.
 
@@ -19,6 +19,7 @@ from octavo.kernels.ops import Ops
 from octavo.kernels.sampling import GREEDY_BELOW
 from octavo.wire.columns import unpack_floats, unpack_ints
 from octavo.wire.plan import RowSampling
+from octavo.worker.bad_words import completing_ids, words_table
 from octavo.worker.transfer import to_device, to_host
 
 _NEGATIVE_INFINITY = float("-inf")
@@ -59,6 +60,12 @@ class RowSampler:
         """[n] float32: their biases."""
         return to_device(unpack_floats(self.parameters.logit_bias_values), torch.float32, self._device)
 
+    @cached_property
+    def bad_words(self) -> Tensor:
+        """[W, MAX_BAD_WORD_TOKENS] int64: see `words_table`."""
+        ids, lengths = unpack_ints(self.parameters.bad_word_ids), unpack_ints(self.parameters.bad_word_lengths)
+        return words_table(ids, lengths, self._device)
+
     def fork(self, choice: int) -> "RowSampler":
         """Return a sampler with the same parameters for another choice."""
         other = copy(self)
@@ -77,6 +84,7 @@ class RowSampler:
             or self.parameters.logprobs >= 0
             or self.parameters.allowed_token_ids
             or self.parameters.logit_bias_ids
+            or self.parameters.bad_word_ids
             or self.holds_back_stops(num_output)
         )
 
@@ -152,17 +160,18 @@ def draw(ops: Ops, logits: Tensor, ids: Tensor, rows: list[SamplingRow], valid_v
     logits[:, valid_vocab_size:] = _NEGATIVE_INFINITY
     wants_logprobs = [i for i, row in enumerate(rows) if row.sampler.parameters.logprobs >= 0]
     raw = logits[to_device(wants_logprobs, torch.int64, logits.device)] if wants_logprobs else None  # a copy
-    _apply_masks(ops, logits, rows)
+    _apply_masks(ops, logits, ids, rows)
     _apply_penalties(ops, logits, ids, rows)
     tokens = _draw(ops, logits, rows)
     logprobs = None if raw is None else _DrawnLogprobs(ops, raw, tokens, wants_logprobs, rows)
     return Drawn(tokens, nonfinite, logprobs)
 
 
-def _apply_masks(ops: Ops, logits: Tensor, rows: list[SamplingRow]) -> None:
+def _apply_masks(ops: Ops, logits: Tensor, ids: Tensor, rows: list[SamplingRow]) -> None:
     allowed = [(i, row.sampler.allowed_ids) for i, row in enumerate(rows) if row.sampler.parameters.allowed_token_ids]
     if allowed:
         ops.apply_allowed(logits, *_pairs(allowed))
+    _forbid_bad_words(ops, logits, ids, rows)
     held_back = [
         (i, row.sampler.stop_ids) for i, row in enumerate(rows) if row.sampler.holds_back_stops(row.num_output)
     ]
@@ -173,6 +182,18 @@ def _apply_masks(ops: Ops, logits: Tensor, rows: list[SamplingRow]) -> None:
     if biased:
         values = torch.cat([rows[i].sampler.bias for i, _ in biased])
         ops.apply_logit_bias(logits, *_pairs(biased), values)
+
+
+def _forbid_bad_words(ops: Ops, logits: Tensor, ids: Tensor, rows: list[SamplingRow]) -> None:
+    having = [(i, row, row.sampler.bad_words) for i, row in enumerate(rows) if row.sampler.parameters.bad_word_ids]
+    if not having:
+        return
+    words = torch.cat([table for _, _, table in having])
+    columns = [(i, row.line, row.num_prompt, row.num_known) for i, row, table in having for _ in range(table.shape[0])]
+    flat = [value for column in zip(*columns, strict=True) for value in column]
+    places, lines, num_prompt, num_known = to_device(flat, torch.int64, logits.device).view(4, -1)
+    is_next = completing_ids(words, ids, lines, num_prompt, num_known)
+    ops.apply_logit_bias(logits, places, words[:, -1].contiguous(), torch.where(is_next, _NEGATIVE_INFINITY, 0.0))
 
 
 def _pairs(ids_of_rows: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,7 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
     seed: int | None = None
     logit_bias: dict[UInt32, float] | None = None
     allowed_token_ids: list[UInt32] | None = None
+    bad_words: list[str] | None = None
     max_tokens: UInt32 | None = None
     min_tokens: UInt32 | None = None
     stop: str | list[str] | None = None
@@ -71,7 +72,6 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: Raw = NOTHING
     structured_outputs: Raw = NOTHING
     use_beam_search: bool | None = None
-    bad_words: list[str] | None = None
     echo: bool | None = None
     # Ignored.
     user: Raw = NOTHING

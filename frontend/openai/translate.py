@@ -31,6 +31,7 @@ FIELDS: Mapping[str, str] = {
     "seed": "sampling.seed",
     "logit_bias": "sampling.logit_bias",
     "allowed_token_ids": "sampling.allowed_token_ids",
+    "bad_words": "sampling.bad_words",
     "max_tokens": "stopping.max_tokens",
     "min_tokens": "stopping.min_tokens",
     "stop": "stopping.stop_strings",
@@ -254,7 +255,6 @@ _UNSERVED: Mapping[str, tuple[_Asks, str]] = {
     "prompt_logprobs": (lambda value: bytes(value) not in (b"", b"null"), "it is not served"),
     "structured_outputs": (_given, "structured output is not served"),
     "use_beam_search": (_given, "beam search is not served"),
-    "bad_words": (_given, "it is not served"),
     "echo": (_given, "it is not served"),
 }
 _UNSERVED_IN_COMPLETIONS: Mapping[str, tuple[_Asks, str]] = {

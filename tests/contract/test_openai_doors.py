@@ -79,6 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
     "penalties": {"seed": 8, "presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.25},
     "bias": {"temperature": 0, "logit_bias": {100: 100.0}},
     "allowed ids": {"seed": 9, "allowed_token_ids": [260, 300, 400]},
+    "bad words": {"temperature": 0, "bad_words": ["jumps", "over", "Red", "\n", ".", ","]},
     "stop string": {"temperature": 0, "stop": [" "]},
     "stop string, shown": {"temperature": 0, "stop": [" "], "include_stop_str_in_output": True},
     "stop id": {"temperature": 0, "logit_bias": {100: 100.0}, "stop_token_ids": [100]},
@@ -239,6 +240,8 @@ REFUSALS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 50},
     "an id outside": {"logit_bias": {10**6: 1.0}},
     "an empty stop string": {"stop": [""]},
+    "an empty bad word": {"bad_words": ["x", ""]},
+    "a long bad word": {"bad_words": ["supercalifragilisticexpialidocious " * 2]},
     "min_tokens": {"min_tokens": MAX_TOKENS + 1},
     "priority": {"priority": 1},
 }

@@ -34,6 +34,8 @@ MASKS = RowSampling(
     allowed_token_ids=pack_ints(range(40)),
     logit_bias_ids=pack_ints([9, 60]),
     logit_bias_values=b"\0\0\0\x40\0\0\xc8\x42",  # 2.0, 100.0
+    bad_word_ids=pack_ints(token_id for first in range(40) for token_id in (first, 9)),  # 9 only as the first id
+    bad_word_lengths=pack_ints([2] * 40),
 )
 PLAIN = RowSampling(seed=9, temperature=0.8)
 EVERY = {"greedy": GREEDY, "plain": PLAIN, "filters": FILTERS, "penalties": PENALTIES, "masks": MASKS}

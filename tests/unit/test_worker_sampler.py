@@ -57,6 +57,11 @@ def oracle(case: Case) -> int | None:
     scores = {i: value for i, value in enumerate(case.logits) if i < VALID}
     if allowed := unpack_ints(p.allowed_token_ids):
         scores = {i: value for i, value in scores.items() if i in allowed}
+    words = list(unpack_ints(p.bad_word_ids))
+    for length in unpack_ints(p.bad_word_lengths):
+        *before, last = [words.pop(0) for _ in range(length)]
+        if not before or case.output[-len(before) :] == before:
+            scores.pop(last, None)
     if len(case.output) < p.min_tokens:
         scores = {i: value for i, value in scores.items() if i not in unpack_ints(p.stop_token_ids)}
     for i, bias in zip(unpack_ints(p.logit_bias_ids), unpack_floats(p.logit_bias_values), strict=True):
@@ -88,6 +93,16 @@ def oracle(case: Case) -> int | None:
     return max(zip(kept, noise, strict=True), key=lambda pair: scaled[pair[0]] - math.log(pair[1]))[0]
 
 
+def bad_words(random: Random, known: list[int]) -> list[list[int]]:
+    """Return words whose beginnings often stand at the end of what is known, perhaps reaching into the prompt."""
+    words = []
+    for _ in range(random.choice([0, 0, 1, 5])):
+        length = random.choice([1, 2, 3, 8])
+        before = known[len(known) - length + 1 :] if random.random() < 0.7 and length <= len(known) else []
+        words.append([*(before or random.choices(range(VALID), k=length - 1)), random.randrange(VALID)])
+    return words
+
+
 def random_case(random: Random) -> Case:
     def maybe(value: float, off: float, share: float = 0.4) -> float:
         return value if random.random() < share else off
@@ -96,6 +111,9 @@ def random_case(random: Random) -> Case:
         return random.sample(range(VOCAB), random.randint(1, most)) if random.random() < 0.4 else []
 
     bias_ids = ids(6)
+    prompt = [random.randrange(VALID) for _ in range(random.randint(1, 6))]
+    output = [random.randrange(VALID) for _ in range(random.randint(0, 9))]
+    words = bad_words(random, prompt + output)
     sampling = RowSampling(
         seed=random.getrandbits(64),
         temperature=random.choice([0.0, 1e-6, 0.3, 1.0, 2.5]),
@@ -111,9 +129,9 @@ def random_case(random: Random) -> Case:
         logit_bias_values=pack_floats(random.uniform(-8, 8) for _ in bias_ids),
         allowed_token_ids=pack_ints(ids(random.choice([2, 12]))),
         logprobs=random.choice([-1, -1, 0, 3]),
+        bad_word_ids=pack_ints(token_id for word in words for token_id in word),
+        bad_word_lengths=pack_ints(map(len, words)),
     )
-    prompt = [random.randrange(VALID) for _ in range(random.randint(1, 6))]
-    output = [random.randrange(VALID) for _ in range(random.randint(0, 6))]
     return Case(sampling, prompt, output, [random.gauss(0, 2) for _ in range(VOCAB)], random.randint(0, 3))
 
 
@@ -270,3 +288,14 @@ def test_nonfinite_rows_leave_their_neighbours_alone() -> None:
     assert [results[i].token for i in (0, 2, 3)] == [None] * 3
     assert [results[i].logprobs for i in (0, 2, 3)] == [None] * 3
     assert results[1] == run([healthy])[0]
+
+
+def test_a_bad_word_is_held_back_only_after_its_beginning_in_the_output() -> None:
+    sampling = RowSampling(
+        seed=0, temperature=0.0, bad_word_ids=pack_ints([5, 6, 7, 8]), bad_word_lengths=pack_ints([3, 1])
+    )
+    logits = [0.0] * VOCAB
+    logits[8], logits[7], logits[3] = 3.0, 2.0, 1.0
+    cases = [Case(sampling, [1, 5, 6], output, logits) for output in ([], [5], [6], [5, 6], [2, 5, 6], [5, 6, 2])]
+    cases.append(Case(sampling, [1, 5], [6], logits))
+    assert [result.token for result in run(cases)] == [7, 7, 7, 3, 3, 7, 7]

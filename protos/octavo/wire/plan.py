@@ -27,6 +27,12 @@ FAULT_NONFINITE_LOGITS = 1
 FAULT_NO_CANDIDATE = 2
 """Masks and filters left no id that could be drawn (min_tokens holds back all that is allowed, say)."""
 
+MAX_BAD_WORD_TOKENS = 8
+"""Ids of one bad word."""
+
+MAX_BAD_WORDS = 64
+"""Of a row: 32, each with and without a space before it."""
+
 NonNegative = Annotated[int, Meta(ge=0)]
 Int31 = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -48,6 +54,8 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True):
     logit_bias_values: bytes = b""  # float32
     allowed_token_ids: bytes = b""  # int32; empty: all
     logprobs: Annotated[int, Meta(ge=-1, le=1024)] = -1  # -1: none; k: the drawn id and the k most likely
+    bad_word_ids: bytes = b""  # int32: of all words, one after the other; none of them is ever completed in the output
+    bad_word_lengths: bytes = b""  # int32: ids of each word
 
     def __post_init__(self) -> None:
         """Check numbers and columns: what got past here and then failed in a worker would take every row with it.
@@ -59,6 +67,7 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True):
         same_length("logit_bias", self.logit_bias_ids, self.logit_bias_values)
         same_length("stop_token_ids", self.stop_token_ids)
         same_length("allowed_token_ids", self.allowed_token_ids)
+        self._check_bad_words()
 
     def _check_ranges(self) -> None:
         in_range = {
@@ -74,6 +83,15 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True):
         for name, fits in in_range.items():
             if not fits:
                 raise MalformedMessage(f"{name} = {getattr(self, name, 'a value that is not finite')} is out of range")
+
+    def _check_bad_words(self) -> None:
+        num_ids, lengths = same_length("bad_word_ids", self.bad_word_ids), unpack_ints(self.bad_word_lengths)
+        if not lengths and not num_ids:
+            return
+        if len(lengths) > MAX_BAD_WORDS or sum(lengths) != num_ids:
+            raise MalformedMessage(f"bad words: {num_ids} ids, {len(lengths)} words of {sum(lengths)} ids together")
+        if min(lengths) < 1 or max(lengths) > MAX_BAD_WORD_TOKENS:
+            raise MalformedMessage(f"bad words: one has not 1 to {MAX_BAD_WORD_TOKENS} ids")
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
