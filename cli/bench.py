@@ -1,6 +1,7 @@
 """octavo bench throughput | latency: measure the engine of this machine, as `octavo serve` would run it.
 
 Scheduler and worker run in processes of their own; no frontend, no text and no network are in what is measured.
+`octavo bench serve`, which loads a running service, has modules of its own.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli import bench_engine, bench_models, bench_report, bench_suite, bench_workloads, options
+from octavo.cli import bench_engine, bench_models, bench_report, bench_serve, bench_suite, bench_workloads, options
 from octavo.cli.bench_measure import Bench, Row
 from octavo.cli.bench_signals import ending_in_order
 from octavo.cli.bench_suite import DEFAULT_REPEATS, OFFLINE_REPEATS, TAKEN_BY
@@ -60,7 +61,9 @@ WorkerArg = Annotated[
     typer.Option("--worker-arg", help="Given to the worker as it is (may be repeated)."),
 ]
 
-app = typer.Typer(name="bench", help="Measure the engine.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    name="bench", help="Measure the engine, or a running service.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 @app.command("throughput", cls=Command)
@@ -210,4 +213,5 @@ def _take_row(
 
 def register(parent: typer.Typer) -> None:
     """Add the commands of this module."""
+    bench_serve.register(app)
     parent.add_typer(app)

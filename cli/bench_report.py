@@ -34,6 +34,11 @@ class Metric(NamedTuple):
     is_rate: bool = False  # more is better
 
 
+_SERVED = (
+    Metric("out_tok_s", "tok/s", True),
+    *(Metric(key, "ms") for key in ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99", "itl_ms_p99")),
+)
+
 _METRICS: dict[str, tuple[Metric, ...]] = {
     "engine": (Metric("start_s", "s"),),
     "decode": (Metric("tpot_cached_ms", "ms"), Metric("tpot_ms", "ms"), Metric("ttft_all_ms", "ms")),
@@ -44,6 +49,8 @@ _METRICS: dict[str, tuple[Metric, ...]] = {
     "offline_256": (Metric("out_tok_s", "tok/s", True),),
     "serving": (Metric("out_tok_s", "tok/s", True), Metric("ttft_ms_p50", "ms"), Metric("tpot_ms_p50", "ms")),
     "latency": (Metric("avg_latency", "s"), Metric("tpot_ms", "ms")),
+    "http": _SERVED,
+    "grpc": _SERVED,
 }
 
 _RATES = tuple(Metric(key, "tok/s", True) for key in ("out_tok_s", "in_tok_s", "total_tok_s"))
@@ -79,6 +86,16 @@ def describe(model: str, settings: EngineSettings, engine: Engine, commit: str |
         "start_s": round(engine.start_s, 1),
     }
     return {key: value for key, value in row.items() if value is not None}
+
+
+def describe_client() -> Row:
+    """Return what a row says of the program that put the load on a service, and of the machine it ran on."""
+    return {
+        "client_version": _own_version(),
+        "client_commit": _commit(),
+        "client_device": _device("any"),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
 
 
 def read_rows(paths: Iterable[Path]) -> list[Row]:
@@ -155,7 +172,9 @@ def name_of(row: Row) -> str:
     """Return the name of a row's workload."""
     if row["bench"] in ("decode", "latency"):
         return f"{row['bench']}_b{row['batch']}"
-    return f"serving_c{row['concurrency']}" if row["bench"] == "serving" else str(row["bench"])
+    if row["bench"] in ("serving", "http", "grpc") and row.get("concurrency") is not None:
+        return f"{row['bench']}_c{row['concurrency']}"
+    return str(row["bench"])
 
 
 def print_table(

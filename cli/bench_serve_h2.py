@@ -63,6 +63,7 @@ class H2Connection(asyncio.Protocol):
         self._buffer = b""
         self._window = self._stream_window = _FIRST_WINDOW
         self._frame_bytes = _FRAME_BYTES
+        self._max_calls = 2**31
         self._credit = 0
         self._block: tuple[int, int, bytes] | None = None  # of headers that continue: stream, flags, what came
         self._closed = asyncio.get_running_loop().create_future()
@@ -81,6 +82,11 @@ class H2Connection(asyncio.Protocol):
         if not self._closed.done():
             self._closed.set_result(None)
 
+    @property
+    def num_calls(self) -> int:
+        """Calls under way."""
+        return len(self._calls)
+
     async def call(self, headers: Headers, message: bytes, on_message: OnMessage) -> None:
         """Send one request message and take the answer's messages until the status.
 
@@ -94,6 +100,8 @@ class H2Connection(asyncio.Protocol):
         """
         if self.lost is not None or self._transport is None:
             raise ConnectionLost(self.lost.message if self.lost else "not connected")
+        if len(self._calls) >= self._max_calls:
+            raise CallFailed("connection", f"the server allows {self._max_calls} calls a connection: use more of them")
         stream = next(self._ids)
         body = struct.pack(">BI", 0, len(message)) + message
         call = _Call(on_message, body, self._stream_window, asyncio.get_running_loop().create_future())
@@ -217,6 +225,8 @@ class H2Connection(asyncio.Protocol):
                 self._stream_window = value
             elif key == MAX_FRAME_SIZE:
                 self._frame_bytes = value
+            elif key == MAX_CONCURRENT_STREAMS:
+                self._max_calls = value
         self._write(_frame(SETTINGS, ACK, 0, b""))
         self._send_bodies()
 

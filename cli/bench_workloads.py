@@ -163,6 +163,15 @@ def serving(
     return Workload(f"serving_sharegpt_c{concurrency}", chats.requests)
 
 
+def random_lengths(
+    vocab_size: int, num_requests: int, num_prompt_tokens: int, num_output_tokens: int, seed: int = 0
+) -> Workload:
+    """Return equal requests of random ids."""
+    rng = np.random.default_rng([88, seed])
+    prompts = [num_prompt_tokens] * num_requests
+    return Workload("random", _random_prompts(rng, vocab_size, prompts, [num_output_tokens] * num_requests))
+
+
 def warmup(
     vocab_size: int,
     num_requests: int = 32,

@@ -4,7 +4,8 @@ import grpc
 import typer
 
 from octavo.cli.command import Command
-from octavo.cli.connection import DEFAULT_ADDRESS, Address, ApiKey, TlsCa, TlsCert, TlsKey, connected
+from octavo.cli.connection import connected
+from octavo.cli.connection_options import DEFAULT_ADDRESS, Address, ApiKey, TlsCa, TlsCert, TlsKey
 from octavo.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 5.0

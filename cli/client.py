@@ -10,16 +10,8 @@ import grpc
 import typer
 
 from octavo.cli.command import Command
-from octavo.cli.connection import (
-    DEFAULT_ADDRESS,
-    Address,
-    ApiKey,
-    Connection,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    connected,
-)
+from octavo.cli.connection import Connection, connected
+from octavo.cli.connection_options import DEFAULT_ADDRESS, Address, ApiKey, TlsCa, TlsCert, TlsKey
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as rpc
 

@@ -5,49 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import grpc
-import typer
 
+from octavo.cli.connection_options import DEFAULT_ADDRESS
 from octavo.cli.errors import CommandError, ConfigurationError
 
-Address = Annotated[
-    str,
-    typer.Option(
-        "--address", envvar="OCTAVO_ADDRESS", help="HOST:PORT of the service; https://HOST:PORT speaks TLS with it."
-    ),
-]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key",
-        envvar="OCTAVO_API_KEY",
-        help="Key of the service. Others on this machine can read a command line: prefer the variable.",
-        show_default=False,
-    ),
-]
-TlsCa = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-ca",
-        envvar="OCTAVO_TLS_CA",
-        help="PEM file of the authority that signed the service's certificate, or the certificate itself; speaks TLS.",
-        dir_okay=False,
-    ),
-]
-TlsCert = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-cert", envvar="OCTAVO_TLS_CERT", help="PEM file of our certificate, for mutual TLS.", dir_okay=False
-    ),
-]
-TlsKey = Annotated[
-    Path | None,
-    typer.Option("--tls-key", envvar="OCTAVO_TLS_KEY", help="PEM file of its private key.", dir_okay=False),
-]
-
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 _KEY = re.compile(r"[\x21-\x7e]+")
 _TLS_FAILED = ("handshake", "Socket closed", "Connection reset")
 """Of gRPC's words for a connection that was made and broke before its first call."""

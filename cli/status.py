@@ -12,16 +12,8 @@ from rich.table import Table
 
 from octavo.cli.client import cancelled_by_ctrl_c
 from octavo.cli.command import Command
-from octavo.cli.connection import (
-    DEFAULT_ADDRESS,
-    Address,
-    ApiKey,
-    Connection,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    connected,
-)
+from octavo.cli.connection import Connection, connected
+from octavo.cli.connection_options import DEFAULT_ADDRESS, Address, ApiKey, TlsCa, TlsCert, TlsKey
 from octavo.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 5.0
