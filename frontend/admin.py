@@ -8,7 +8,7 @@ import grpc
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.errors import InvalidArgument, TooManyStreams, Unavailable
 from octavo.frontend.lifecycle import Lifecycle
-from octavo.frontend.rpc import Context, answer, known, parse
+from octavo.frontend.rpc import Context, Incoming, answer, known, parse
 from octavo.frontend.scheduler_client import SchedulerClient
 from octavo.v1 import admin_pb2
 from octavo.wire.requests import StatusReport
@@ -63,12 +63,12 @@ class AdminServicer:
         self._client = client
 
     async def get_status(
-        self, _request: admin_pb2.GetStatusRequest | None, context: Context
+        self, _request: Incoming[admin_pb2.GetStatusRequest], context: Context
     ) -> admin_pb2.GetStatusResponse:
         """Return the state of the service; without the scheduler's part if it does not answer in time."""
         return await answer(context, self._status)
 
-    async def watch_status(self, request: admin_pb2.WatchStatusRequest | None, context: Context) -> None:
+    async def watch_status(self, request: Incoming[admin_pb2.WatchStatusRequest], context: Context) -> None:
         """Send the state of the service whenever it has changed, until the service has drained."""
 
         async def work() -> None:
@@ -83,7 +83,7 @@ class AdminServicer:
 
         await answer(context, work)
 
-    async def drain(self, request: admin_pb2.DrainRequest | None, context: Context) -> admin_pb2.DrainResponse:
+    async def drain(self, request: Incoming[admin_pb2.DrainRequest], context: Context) -> admin_pb2.DrainResponse:
         """Take no new requests from now on."""
 
         async def work() -> admin_pb2.DrainResponse:
@@ -137,7 +137,7 @@ class AdminServicer:
         return response
 
     async def reset_prefix_cache(
-        self, request: admin_pb2.ResetPrefixCacheRequest | None, context: Context
+        self, request: Incoming[admin_pb2.ResetPrefixCacheRequest], context: Context
     ) -> admin_pb2.ResetPrefixCacheResponse:
         """Make the scheduler forget all cached prefixes; UNAVAILABLE if it does not say that it has."""
 

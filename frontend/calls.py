@@ -5,15 +5,20 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
+
+from google.protobuf.message import Message
 
 from octavo.frontend.bad_words import check_bad_words, with_bad_words
+from octavo.frontend.budget import ByteBudget
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.errors import DeadlineExceeded, Draining, ModelNotFound, TooManyStreams, Unavailable
 from octavo.frontend.journal import Journal
+from octavo.frontend.large_messages import Unread
 from octavo.frontend.metadata import read_authorization, read_caller, read_request_id, read_trace
 from octavo.frontend.model import ModelFiles
 from octavo.frontend.prompts import check_chat, encode_chat
+from octavo.frontend.rpc import Incoming, known
 from octavo.frontend.scheduler_client import SchedulerClient
 from octavo.frontend.streams import Stream
 from octavo.frontend.validation import (
@@ -33,6 +38,8 @@ DEFAULT_CHUNK_TOKENS = 64
 MAX_INLINE_BYTES = 2048
 """Requests up to this size are tokenised at once (about half a millisecond): a busy loop hands the interpreter to
 another thread only after its switch interval, so that the way there and back would take longer."""
+
+M = TypeVar("M", bound=Message)
 
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
 
@@ -80,6 +87,7 @@ class Calls:
     def __init__(self, config: FrontendConfig, executor: Executor) -> None:
         self.config = config
         self.executor = executor
+        self.budget = ByteBudget(max(config.max_unread_bytes, config.max_message_bytes))
         self._model: ModelFiles | None = None
         self._client: SchedulerClient | None = None
         self._draining = False
@@ -121,6 +129,18 @@ class Calls:
             self._num_calls -= num_requests
             if not self._num_calls:
                 self._idle.set()
+
+    async def read(self, request: Incoming[M], kind: type[M]) -> M:
+        """Return a request of gRPC that is one, has no field of its own that is not known, and is parsed now if large.
+
+        Raises:
+            ServiceError: it is none, or has one, or there are too many large ones.
+        """
+        if not isinstance(request, Unread):
+            return known(request, kind)
+        with self.budget.share() as share:
+            share.grow(request.num_bytes)
+            return await asyncio.get_running_loop().run_in_executor(self.executor, request.read)
 
     def context(self, metadata: Metadata, peer: str, deadline: float | None) -> CallContext:
         """Return what a call says besides its request; its key has been checked.

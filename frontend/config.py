@@ -26,6 +26,8 @@ class FrontendConfig:
         share_prefix_cache: whether callers with different keys find what the others have cached.
         reuse_port: whether several frontends share the port (SO_REUSEPORT).
         max_message_bytes: largest request message; larger ones are RESOURCE_EXHAUSTED.
+        max_unread_bytes: of all large requests that are being read at one time (or max_message_bytes, if that is more);
+            more are RESOURCE_EXHAUSTED.
         max_n: most choices of a request.
         max_logprobs: most log-probabilities beside the drawn one.
         max_stop_strings, max_stop_string_chars: number of stop strings of a request, and characters of each.
@@ -58,6 +60,7 @@ class FrontendConfig:
     share_prefix_cache: bool = False
     reuse_port: bool = False
     max_message_bytes: int = 16 * 2**20
+    max_unread_bytes: int = 256 * 2**20
     max_n: int = 128
     max_logprobs: int = 20
     max_stop_strings: int = 16
@@ -90,6 +93,7 @@ class FrontendConfig:
 
 _POSITIVE = (
     "max_message_bytes",
+    "max_unread_bytes",
     "max_n",
     "max_streams",
     "max_unsent_tokens",

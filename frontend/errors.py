@@ -8,6 +8,7 @@
       QueueFull                   come back later: the scheduler's queue is full
       CallerLimitExceeded         come back when less of yours is running or waiting
       TooManyStreams              come back later: this frontend holds its most requests
+      TooManyBytes                come back later: requests being read here are as large together as they may be
       SlowReader                  read faster
       Unavailable                 come back later: loading, no worker, recovery took too long
         Draining                  go to another frontend
@@ -100,6 +101,10 @@ class TooManyStreams(RetryableError):
     """This frontend holds as many requests as it may."""
 
 
+class TooManyBytes(RetryableError):
+    """The requests that this frontend is reading are, together, as large as they may be."""
+
+
 class SlowReader(RetryableError):
     """The client left more tokens unread than a stream may hold."""
 
@@ -160,6 +165,7 @@ RULES: dict[type[ServiceError], _Rule] = {
     QueueFull: _Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", (_retry_info,)),
     CallerLimitExceeded: _Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, "CALLER_LIMIT_EXCEEDED", (_retry_info,)),
     TooManyStreams: _Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS", (_retry_info,)),
+    TooManyBytes: _Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_BYTES", (_retry_info,)),
     SlowReader: _Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER", (_retry_info,)),
     Unavailable: _Rule(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", (_retry_info,)),
     Draining: _Rule(grpc.StatusCode.UNAVAILABLE, "DRAINING", (_retry_info,)),

@@ -10,7 +10,7 @@ from octavo.frontend.calls import Calls
 from octavo.frontend.errors import InvalidArgument
 from octavo.frontend.lifecycle import Lifecycle
 from octavo.frontend.model import ModelFiles
-from octavo.frontend.rpc import Context, answer, known, parse
+from octavo.frontend.rpc import Context, Incoming, answer, known, parse
 from octavo.frontend.scheduler_client import SchedulerClient
 from octavo.v1 import model_pb2 as pb
 
@@ -52,7 +52,7 @@ class ModelServicer:
         """Know the model: its files have been read."""
         self._model, self._client = model, client
 
-    async def list_models(self, request: pb.ListModelsRequest | None, context: Context) -> pb.ListModelsResponse:
+    async def list_models(self, request: Incoming[pb.ListModelsRequest], context: Context) -> pb.ListModelsResponse:
         """Return a page of the models."""
 
         async def work() -> pb.ListModelsResponse:
@@ -62,7 +62,7 @@ class ModelServicer:
 
         return await answer(context, work)
 
-    async def get_model(self, request: pb.GetModelRequest | None, context: Context) -> pb.GetModelResponse:
+    async def get_model(self, request: Incoming[pb.GetModelRequest], context: Context) -> pb.GetModelResponse:
         """Return the model of a name."""
 
         async def work() -> pb.GetModelResponse:

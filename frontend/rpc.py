@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from octavo.frontend.errors import InvalidArgument, ServiceError, abort, internal_error
+from octavo.frontend.large_messages import INLINE_BYTES, Unread, malformed
 from octavo.frontend.metadata import read_request_id
 
 M = TypeVar("M", bound=Message)
@@ -17,10 +18,16 @@ T = TypeVar("T")
 Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 
 
-def parse(kind: type[M]) -> Callable[[bytes], M | None]:
-    """Return a deserializer that answers None to bytes that are no such message; the method then refuses them."""
+Incoming: TypeAlias = M | Unread[M] | None
+"""What a method gets: a message, one that is too large to parse on the event loop, or None for bytes that are none."""
 
-    def read(data: bytes) -> M | None:
+
+def parse(kind: type[M]) -> Callable[[bytes], Incoming[M]]:
+    """Return a deserializer that never fails: the method refuses what is no such message."""
+
+    def read(data: bytes) -> Incoming[M]:
+        if len(data) > INLINE_BYTES:
+            return Unread(kind, data)
         try:
             return kind.FromString(data)
         except DecodeError:
@@ -29,17 +36,14 @@ def parse(kind: type[M]) -> Callable[[bytes], M | None]:
     return read
 
 
-def malformed(kind: type[Message]) -> InvalidArgument:
-    """Return what is told of bytes that are no message of a kind."""
-    return InvalidArgument(f"the bytes are no {kind.DESCRIPTOR.full_name}", field_path="")
-
-
-def known(request: M | None, kind: type[M]) -> M:
-    """Return a request that is one, and has no field of its own that this version does not know.
+def known(request: Incoming[M], kind: type[M]) -> M:
+    """Return a request that is one, is not large, and has no field of its own that this version does not know.
 
     Raises:
         InvalidArgument: it is none, or has one.
     """
+    if isinstance(request, Unread):
+        raise InvalidArgument(f"{request.num_bytes} bytes, limit {INLINE_BYTES} for this method", field_path="")
     if request is None:
         raise malformed(kind)
     check_known(request, "")

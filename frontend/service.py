@@ -12,7 +12,7 @@ from octavo.frontend.errors import InvalidArgument
 from octavo.frontend.health import GENERATION_SERVICE
 from octavo.frontend.model import ModelFiles
 from octavo.frontend.responses import delta_event, finished_event, started_event, whole_response
-from octavo.frontend.rpc import Context, answer, malformed, parse
+from octavo.frontend.rpc import Context, Incoming, answer, parse
 from octavo.frontend.streams import Stream
 from octavo.v1 import generation_pb2 as pb
 
@@ -44,13 +44,12 @@ class GenerationServicer:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(GENERATION_SERVICE, handlers),))
 
-    async def generate(self, request: pb.GenerateRequest | None, context: Context) -> pb.GenerateResponse:
+    async def generate(self, request: Incoming[pb.GenerateRequest], context: Context) -> pb.GenerateResponse:
         """Return the whole answer."""
 
         async def work(call: CallContext) -> pb.GenerateResponse:
-            if request is None:
-                raise malformed(pb.GenerateRequest)
-            async with self._calls.opened(request.input, call, max_unsent_tokens=None) as (stream, model):
+            checked = await self._calls.read(request, pb.GenerateRequest)
+            async with self._calls.opened(checked.input, call, max_unsent_tokens=None) as (stream, model):
                 while not stream.ended:
                     await stream.changed()
                 if stream.error is not None:
@@ -59,15 +58,14 @@ class GenerationServicer:
 
         return await self._answer(context, work)
 
-    async def generate_stream(self, request: pb.GenerateStreamRequest | None, context: Context) -> None:
+    async def generate_stream(self, request: Incoming[pb.GenerateStreamRequest], context: Context) -> None:
         """Send what is new until all choices have ended."""
 
         async def work(call: CallContext) -> None:
-            if request is None:
-                raise malformed(pb.GenerateStreamRequest)
-            limit = _chunk_limit(request)
+            checked = await self._calls.read(request, pb.GenerateStreamRequest)
+            limit = _chunk_limit(checked)
             unsent = self._config.max_unsent_tokens
-            async with self._calls.opened(request.input, call, max_unsent_tokens=unsent) as (stream, model):
+            async with self._calls.opened(checked.input, call, max_unsent_tokens=unsent) as (stream, model):
                 await self._send_all(stream, model, context, call.request_id, limit)
 
         await self._answer(context, work)

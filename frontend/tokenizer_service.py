@@ -18,7 +18,7 @@ from octavo.frontend.errors import (
 from octavo.frontend.lifecycle import Lifecycle
 from octavo.frontend.model import ModelFiles
 from octavo.frontend.prompts import check_chat, render_chat
-from octavo.frontend.rpc import Context, answer, check_known, known, parse
+from octavo.frontend.rpc import Context, Incoming, answer, check_known, parse
 from octavo.frontend.tokenizer import ModelTokenizer
 from octavo.frontend.validation import Bounds, check_prompt_form, check_prompt_length, check_token_ids
 from octavo.v1 import generation_pb2
@@ -102,14 +102,26 @@ class TokenizerServicer:
         with self._admitted(request.model) as (model, bounds):
             return await self._run(_rendering(request, model, bounds), request.ByteSize())
 
-    async def _tokenize(self, request: pb.TokenizeRequest | None, context: Context) -> pb.TokenizeResponse:
-        return await answer(context, lambda: self.tokens_of(known(request, pb.TokenizeRequest)))
+    async def _tokenize(self, request: Incoming[pb.TokenizeRequest], context: Context) -> pb.TokenizeResponse:
 
-    async def _detokenize(self, request: pb.DetokenizeRequest | None, context: Context) -> pb.DetokenizeResponse:
-        return await answer(context, lambda: self.text_of(known(request, pb.DetokenizeRequest)))
+        async def work() -> pb.TokenizeResponse:
+            return await self.tokens_of(await self._calls.read(request, pb.TokenizeRequest))
 
-    async def _render_chat(self, request: pb.RenderChatRequest | None, context: Context) -> pb.RenderChatResponse:
-        return await answer(context, lambda: self.rendered(known(request, pb.RenderChatRequest)))
+        return await answer(context, work)
+
+    async def _detokenize(self, request: Incoming[pb.DetokenizeRequest], context: Context) -> pb.DetokenizeResponse:
+
+        async def work() -> pb.DetokenizeResponse:
+            return await self.text_of(await self._calls.read(request, pb.DetokenizeRequest))
+
+        return await answer(context, work)
+
+    async def _render_chat(self, request: Incoming[pb.RenderChatRequest], context: Context) -> pb.RenderChatResponse:
+
+        async def work() -> pb.RenderChatResponse:
+            return await self.rendered(await self._calls.read(request, pb.RenderChatRequest))
+
+        return await answer(context, work)
 
     @contextmanager
     def _admitted(self, name: str) -> Iterator[tuple[ModelFiles, Bounds]]:

@@ -8,10 +8,12 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from octavo.frontend.budget import Share
 from octavo.frontend.calls import CallContext, Calls
-from octavo.frontend.errors import ServiceError, internal_error
+from octavo.frontend.errors import ServiceError, TooManyBytes, internal_error
 from octavo.frontend.metadata import read_authorization
 from octavo.frontend.openai.answers import error_event
+from octavo.frontend.openai.bodies import INLINE_BYTES, check_values
 from octavo.frontend.openai.errors import HttpError, from_msgspec, to_http
 
 BODY_TIMEOUT_S = 60.0
@@ -55,6 +57,9 @@ class Endpoint:
             return
         except HttpError as raised:
             error = raised.with_traceback(None)
+        except TooManyBytes as raised:
+            error = to_http(raised)
+            error.headers += (_CLOSE,)  # the rest of the body is not read
         except ServiceError as raised:
             error = to_http(raised)
         except Exception:  # noqa: BLE001 (the last resort: logged, and told as an internal error)
@@ -69,12 +74,15 @@ class HttpCall:
         headers: names in lower case.
         context: what both doors know of a call.
         path_params: what the route's pattern found in the path.
+        body_bytes: size of the body that has been read.
     """
 
     def __init__(self, calls: Calls, scope: Scope, receive: Receive, send: Send) -> None:
         self.headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         self.context: CallContext = calls.context(self.headers, _peer(scope), None)
         self.path_params: dict[str, Any] = scope.get("path_params", {})
+        self.body_bytes = 0
+        self._calls = calls
         self._max_body_bytes = calls.config.max_message_bytes
         self._receive = receive
         self._send = send
@@ -85,21 +93,40 @@ class HttpCall:
 
         Raises:
             HttpError: it is not, or it is too large or takes too long.
+            TooManyBytes: others are sending as much as may be held.
             ClientGone: the connection was closed.
         """
-        body = await self.read_json()
-        try:
-            return decoder.decode(body)
-        except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-            raise from_msgspec(error) from None
+        return await self.read_as(decoder.decode)
 
-    async def read_json(self) -> bytes:
-        """Return the body, which says that it is JSON.
+    async def read_as(self, decode: Callable[[bytes], B]) -> B:
+        """Return what a function makes of the body; in a thread if it is large.
 
         Raises:
-            HttpError: it does not, or it is too large or takes too long.
+            HttpError: as `read`, or what the function raises.
+            TooManyBytes: others are sending as much as may be held.
             ClientGone: the connection was closed.
         """
+
+        def work() -> B:
+            check_values(body)
+            return decode(body)
+
+        with self._calls.budget.share() as share:
+            body = await self._read_json(share)
+            self.body_bytes = len(body)
+            try:
+                return await self.do(work)
+            except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+                raise from_msgspec(error) from None
+
+    async def do(self, work: Callable[[], B]) -> B:
+        """Do some work with the body; in a thread if it is large."""
+        if self.body_bytes <= INLINE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._calls.executor, work)
+
+    async def _read_json(self, share: Share) -> bytes:
+        """Return the body, which says that it is JSON."""
         headers = dict(self.headers)
         kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -113,7 +140,7 @@ class HttpCall:
             raise self._too_large()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await self._read_body()
+                return await self._read_body(share)
         except TimeoutError:
             message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
             raise HttpError(408, message, code="timeout", headers=(_CLOSE,)) from None
@@ -172,7 +199,7 @@ class HttpCall:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    async def _read_body(self) -> bytes:
+    async def _read_body(self, share: Share) -> bytes:
         pieces: list[bytes] = []
         num_bytes = 0
         while True:
@@ -183,6 +210,7 @@ class HttpCall:
             num_bytes += len(pieces[-1])
             if num_bytes > self._max_body_bytes:
                 raise self._too_large()
+            share.grow(num_bytes)
             if not message.get("more_body", False):
                 return b"".join(pieces)
 

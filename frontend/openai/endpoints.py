@@ -8,7 +8,7 @@ import msgspec
 from octavo.frontend.calls import Calls
 from octavo.frontend.errors import InvalidArgument, ModelNotFound, Unavailable
 from octavo.frontend.openai.call import HttpCall
-from octavo.frontend.openai.errors import bad_field, from_msgspec, to_http
+from octavo.frontend.openai.errors import bad_field, to_http
 from octavo.frontend.openai.schema import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from octavo.frontend.openai.translate import asks_for, chat_prompt
 from octavo.frontend.tokenizer_service import TokenizerServicer
@@ -62,12 +62,7 @@ class Endpoints:
 
     async def tokenize(self, call: HttpCall) -> None:
         """POST /tokenize."""
-        raw = await call.read_json()
-        try:
-            is_chat = "messages" in _FORMS.decode(raw)
-            request = _chat_request(raw) if is_chat else _text_request(raw)
-        except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-            raise from_msgspec(error) from None
+        request = await call.read_as(_tokenize_request)
         try:
             found = await self._tokenizer.tokens_of(request)
         except InvalidArgument as error:
@@ -100,6 +95,10 @@ class Endpoints:
             "root": self._calls.config.served_model_names[0],
             "max_model_len": self._calls.max_model_len,
         }
+
+
+def _tokenize_request(raw: bytes) -> pb.TokenizeRequest:
+    return _chat_request(raw) if "messages" in _FORMS.decode(raw) else _text_request(raw)
 
 
 def _text_request(raw: bytes) -> pb.TokenizeRequest:

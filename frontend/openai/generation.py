@@ -37,12 +37,13 @@ class Generation:
     async def complete(self, call: HttpCall) -> None:
         """POST /v1/completions."""
         body = await call.read(_COMPLETIONS)
-        await self._answer(call, body, _translated(lambda: translate_completion(body, self._calls.config)), "cmpl")
+        translation = await _translated(call, lambda: translate_completion(body, self._calls.config))
+        await self._answer(call, body, translation, "cmpl")
 
     async def chat(self, call: HttpCall) -> None:
         """POST /v1/chat/completions."""
         body = await call.read(_CHATS)
-        await self._answer(call, body, _translated(lambda: translate_chat(body)), "chatcmpl")
+        await self._answer(call, body, await _translated(call, lambda: translate_chat(body)), "chatcmpl")
 
     async def _answer(self, call: HttpCall, body: GenerationBody, translation: Translation, prefix: str) -> None:
         refuse_stream_options(body)
@@ -83,9 +84,9 @@ class Generation:
         return parts
 
 
-def _translated(translate: Callable[[], Translation]) -> Translation:
+async def _translated(call: HttpCall, translate: Callable[[], Translation]) -> Translation:
     try:
-        return translate()
+        return await call.do(translate)
     except UnicodeError as error:
         raise from_msgspec(error) from None
 
