@@ -100,6 +100,11 @@ class Pacer:
             self.sent[phase, position] = time.monotonic()
             self._send(output)
 
+    def wait_for_frontend(self) -> None:
+        """Return once a frontend has come."""
+        while not self._peer:
+            self._serve_until(time.monotonic() + 0.01)
+
     def serve(self) -> None:
         """Keep the session alive until the frontend leaves."""
         while self._peer:

@@ -18,6 +18,14 @@ INLINE_BYTES = 32768
 MAX_FIELDS = 131_072
 """Of a message with all that it contains; a list of numbers in packed form (as all libraries write it) is one field."""
 
+MAX_NUMBERS = 2**20
+"""Of one packed list: more than any context has tokens."""
+
+_PIECE_BYTES = 2**18
+
+_CONTINUED = bytes(range(128, 256))
+"""Bytes that end no number."""
+
 M = TypeVar("M", bound=Message)
 
 
@@ -61,7 +69,7 @@ def check_fields(data: bytes, message: type[Message], limit: int = MAX_FIELDS) -
     """Count the fields of a message and of all in it. Bytes that are no message pass: parsing them will tell.
 
     Raises:
-        InvalidArgument: there are more than the limit, or one that is not known.
+        InvalidArgument: there are more than the limit, one that is not known, or one with more than MAX_NUMBERS numbers.
     """
     count = 0
     left = [(0, len(data), cast(Descriptor, message.DESCRIPTOR), "")]
@@ -75,7 +83,7 @@ def check_fields(data: bytes, message: type[Message], limit: int = MAX_FIELDS) -
             tag, place = _varint(data, place, end)
             if tag >> 3 not in known:
                 raise InvalidArgument(f"field number {tag >> 3} is not known to this version", field_path=path)
-            name, contained = known[tag >> 3]
+            name, contained, is_packed = known[tag >> 3]
             match tag & 7:
                 case 0:
                     _, place = _varint(data, place, end)
@@ -83,13 +91,24 @@ def check_fields(data: bytes, message: type[Message], limit: int = MAX_FIELDS) -
                     place += 8
                 case 2:
                     size, place = _varint(data, place, end)
+                    inner = f"{path}.{name}" if path else name
                     if contained is not None and place + size <= end:
-                        left.append((place, place + size, contained, f"{path}.{name}" if path else name))
+                        left.append((place, place + size, contained, inner))
+                    elif is_packed and size > MAX_NUMBERS:
+                        _check_numbers(memoryview(data)[place : place + size], inner)
                     place += size
                 case 5:
                     place += 4
                 case _:
                     return
+
+
+def _check_numbers(data: memoryview, path: str) -> None:
+    count = 0
+    for start in range(0, len(data), _PIECE_BYTES):  # in pieces: other threads get the interpreter in between
+        count += len(bytes(data[start : start + _PIECE_BYTES]).translate(None, _CONTINUED))
+        if count > MAX_NUMBERS:
+            raise InvalidArgument(f"more than {MAX_NUMBERS} numbers", field_path=path)
 
 
 def _varint(data: bytes, place: int, end: int) -> tuple[int, int]:
@@ -108,5 +127,5 @@ def _varint(data: bytes, place: int, end: int) -> tuple[int, int]:
 
 
 @cache
-def _fields(descriptor: Descriptor) -> dict[int, tuple[str, Descriptor | None]]:
-    return {one.number: (one.name, one.message_type) for one in descriptor.fields}
+def _fields(descriptor: Descriptor) -> dict[int, tuple[str, Descriptor | None, bool]]:
+    return {one.number: (one.name, one.message_type, one.is_packed) for one in descriptor.fields}

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from octavo.frontend import large_messages
+from octavo.frontend.openai import bodies
 from octavo.frontend.openai import call as call_module
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import tokenizer_pb2
@@ -54,7 +55,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    monkeypatch.setattr(call_module, "check_values", noted(call_module.check_values))
+    monkeypatch.setattr(call_module, "check_values", noted(bodies.check_values))
     monkeypatch.setattr(large_messages, "check_fields", noted(large_messages.check_fields))
     return found
 
@@ -82,9 +83,14 @@ async def test_a_large_request_runs(doors: Doors, scheduler: ScriptedScheduler) 
 
 
 async def test_many_values_and_fields_are_refused(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_module.check_values, "__defaults__", (20_000,))
+    monkeypatch.setattr(bodies.check_values, "__defaults__", (20_000,))
     monkeypatch.setattr(large_messages.check_fields, "__defaults__", (20_000,))
-    for body in ({"prompt": [1] * 50_000}, {"prompt": [[]] * 50_000 + [[1]]}, {"prompt": "x", "user": [0] * 50_000}):
+    many: list[dict[str, Any]] = [
+        {"prompt": [1] * 50_000},
+        {"prompt": [[]] * 50_000 + [[1]]},
+        {"prompt": "x", "user": [0] * 50_000},
+    ]
+    for body in many:
         status, error = await doors.error(COMPLETIONS, **body)
         assert status == 400
         assert "more than 20000 values" in error["message"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from octavo.frontend.budget import FREE_BYTES, ByteBudget
 from octavo.frontend.errors import InvalidArgument, TooManyBytes
-from octavo.frontend.large_messages import MAX_FIELDS, Unread, check_fields
+from octavo.frontend.large_messages import MAX_FIELDS, MAX_NUMBERS, Unread, check_fields
 from octavo.frontend.openai.bodies import check_values
 from octavo.frontend.openai.errors import HttpError
 from octavo.v1 import generation_pb2 as pb
@@ -116,6 +116,19 @@ def test_many_small_fields_are_refused_before_they_are_parsed(field: bytes) -> N
     data = b"\x0a" + bytes([size & 127 | 128, size >> 7 & 127 | 128, size >> 14]) + inner
     with pytest.raises(InvalidArgument, match="more than 131072 fields"):
         Unread(pb.GenerateRequest, data).read()
+
+
+@pytest.mark.parametrize(
+    ("number", "count", "fits"), [(1, MAX_NUMBERS, True), (1, MAX_NUMBERS + 1, False), (300, MAX_NUMBERS, True)]
+)
+def test_numbers_of_a_packed_list_are_counted(number: int, count: int, fits: bool) -> None:
+    data = pb.GenerateRequest(input=pb.GenerationInput(token_ids=pb.TokenIds(ids=[number] * count))).SerializeToString()
+    if fits:
+        assert len(Unread(pb.GenerateRequest, data).read().input.token_ids.ids) == count
+        return
+    with pytest.raises(InvalidArgument, match=f"more than {MAX_NUMBERS} numbers") as raised:
+        Unread(pb.GenerateRequest, data).read()
+    assert raised.value.field_path == "input.token_ids.ids"
 
 
 @given(st.binary(max_size=300))
