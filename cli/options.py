@@ -14,6 +14,7 @@ from octavo.cli.command import FROM_FILE
 from octavo.scheduler.policy import POLICIES
 
 MAX_CONFIG_BYTES = 2**20
+MAX_FRONTENDS = 64
 _NOT_IN_FILES = ("config", "help", "exit_with_parent")
 
 
@@ -116,6 +117,45 @@ ConfigFile = Annotated[
 Host = Annotated[str, option("--host", _LISTEN, "Address to listen on.")]
 GrpcPort = Annotated[int, option("--grpc-port", _LISTEN, "Port of the gRPC service.", min=0, max=65535)]
 HttpPort = Annotated[int, option("--http-port", _LISTEN, "Port of the OpenAI-compatible API.", min=0, max=65535)]
+NumFrontends = Annotated[
+    int,
+    option(
+        "--num-frontends",
+        _LISTEN,
+        "Frontend processes, which share both ports; connections are spread over them.",
+        min=1,
+        max=MAX_FRONTENDS,
+    ),
+]
+ReusePort = Annotated[
+    bool,
+    option(
+        "--reuse-port/--no-reuse-port",
+        _LISTEN,
+        "Share both ports with other frontends of this machine and user that say so too. Nobody then notices that a port "
+        "is taken.",
+    ),
+]
+HealthPort = Annotated[
+    int | None,
+    option(
+        "--health-port",
+        _LISTEN,
+        "Port where this process alone answers /health, /ready and /metrics, without TLS: for whoever keeps it alive, where "
+        "it shares the others.",
+        min=0,
+        max=65535,
+    ),
+]
+StallTimeout = Annotated[
+    float,
+    option(
+        "--stall-timeout",
+        _PROCESS,
+        "Seconds without an answer until a frontend is killed and started again.",
+        callback=_positive(float),
+    ),
+]
 ServedModelName = Annotated[
     list[str] | None,
     option("--served-model-name", _LISTEN, "Names that clients ask for, the default first (may be repeated)."),
@@ -346,3 +386,4 @@ CurveKeys = Annotated[
 LogLevel = Annotated[LevelName, option("--log-level", _PROCESS, "Least level of what is logged.")]
 ExitWithParent = Annotated[int | None, typer.Option("--exit-with-parent", hidden=True)]
 LocalSocket = Annotated[str, typer.Option("--local-socket", hidden=True)]
+PrivateSocket = Annotated[str, typer.Option("--private-socket", hidden=True)]

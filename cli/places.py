@@ -11,6 +11,7 @@ DEFAULT_SOCKET = "scheduler"
 MAX_SOCKET_PATH_BYTES = 107
 """Of Linux: sun_path less its final zero."""
 _LONGEST_SOCKET = f"{DEFAULT_SOCKET}-65535"
+"""live-4194304-63, with the greatest process id and number of a frontend, is as long."""
 
 
 def models_folder() -> Path:
@@ -58,6 +59,21 @@ def default_scheduler_address(name: str = DEFAULT_SOCKET) -> str:
     folder = runtime_folder()
     check_socket_paths(folder)
     return f"ipc://{folder}/{name}"
+
+
+def private_socket(service: int, index: int) -> str:
+    """Return the path of the socket where a frontend answers for itself alone.
+
+    Args:
+        service: tells services of this user apart: a port or a process id.
+        index: number of the frontend.
+
+    Raises:
+        ConfigurationError: as `default_scheduler_address`.
+    """
+    folder = runtime_folder()
+    check_socket_paths(folder)
+    return str(folder / f"live-{service}-{index}")
 
 
 def check_socket_paths(folder: Path) -> None:

@@ -30,7 +30,10 @@ def frontend(
     curve_keys: options.CurveKeys = None,
     log_level: options.LogLevel = "info",
     config: options.ConfigFile = None,
+    reuse_port: options.ReusePort = False,
+    health_port: options.HealthPort = None,
     local_socket: options.LocalSocket = "",
+    private_socket: options.PrivateSocket = "",
     exit_with_parent: options.ExitWithParent = None,
 ) -> None:
     """Run a frontend: gRPC and HTTP services, tokenizer, streams."""
@@ -53,6 +56,9 @@ def frontend(
                 auth=keys.load_auth(api_key, api_key_file, admin_api_key),
                 tls=keys.load_tls(ssl_certfile, ssl_keyfile, ssl_ca_certs),
                 local_socket=local_socket,
+                private_socket=private_socket,
+                health_port=health_port,
+                reuse_port=reuse_port,
                 share_prefix_cache=share_prefix_cache,
                 max_message_bytes=max_message_bytes,
                 grace_s=grace,

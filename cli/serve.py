@@ -1,21 +1,16 @@
 """octavo serve: a whole service on one machine, supervised."""
 
 import asyncio
-import logging
 import os
-import shutil
 import socket
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-import grpc
 import typer
-from google.protobuf import json_format
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rich.console import Console
 
 from octavo.cli import keys, logs, options
 from octavo.cli.command import Command
@@ -23,13 +18,10 @@ from octavo.cli.errors import ConfigurationError
 from octavo.cli.keys import Access
 from octavo.cli.model_check import require_servable
 from octavo.cli.model_store import Model, resolve
-from octavo.cli.places import check_socket_paths, default_scheduler_address, runtime_folder
-from octavo.cli.supervisor import ChildSpec, Supervisor
-from octavo.v1 import admin_pb2, admin_pb2_grpc, generation_pb2
-
-logger = logging.getLogger(__name__)
-
-_CHANNEL_OPTIONS = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
+from octavo.cli.places import check_socket_paths, default_scheduler_address, private_socket, runtime_folder
+from octavo.cli.ports import check_port, hold_port
+from octavo.cli.summary import Announcement, announce, http_address
+from octavo.cli.supervisor import STALL_TIMEOUT_S, ChildSpec, Supervisor
 
 
 def serve(
@@ -37,6 +29,7 @@ def serve(
     host: options.Host = "127.0.0.1",
     grpc_port: options.GrpcPort = 50051,
     http_port: options.HttpPort = 8000,
+    num_frontends: options.NumFrontends = 1,
     served_model_name: options.ServedModelName = None,
     max_message_bytes: options.MaxMessageBytes = 16 * 2**20,
     grace: options.Grace = 30.0,
@@ -74,17 +67,18 @@ def serve(
     num_gpu_blocks_override: options.NumGpuBlocksOverride = None,
     kv_cache_memory_bytes: options.KvCacheMemoryBytes = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
+    stall_timeout: options.StallTimeout = STALL_TIMEOUT_S,
     scheduler_address: options.SchedulerAddress = None,
     curve_keys: options.CurveKeys = None,
     log_level: options.LogLevel = "info",
     config: options.ConfigFile = None,
 ) -> None:
-    """Serve a model: frontend, scheduler, worker, kept alive."""
+    """Serve a model: frontends, scheduler, worker, kept alive."""
     started = time.monotonic()
     logs.configure("serve", log_level)
     found = resolve(model)
-    _check_port(host, grpc_port)
-    _check_port(host, http_port)
+    ports = _Ports(host, grpc_port, http_port, num_frontends)
+    grpc_port, http_port = ports.grpc_port, ports.http_port
     require_servable(found.folder, with_weights=load_format != "dummy")
     access = _access(
         (api_key, api_key_file, admin_api_key), (ssl_certfile, ssl_keyfile, ssl_ca_certs), _reachable(host), grpc_port
@@ -135,14 +129,14 @@ def serve(
                 "kv-cache-dtype": kv_cache_dtype,
             },
         ),
-        _child(
-            "frontend",
+        *_frontends(
+            num_frontends,
+            ports,
+            access,
             found,
             common,
             {
                 "host": host,
-                "grpc-port": grpc_port,
-                "http-port": http_port,
                 "served-model-name": served_model_name or list(found.names),
                 "max-message-bytes": max_message_bytes,
                 "grace": grace,
@@ -152,14 +146,16 @@ def serve(
                 "ssl-certfile": ssl_certfile,
                 "ssl-keyfile": ssl_keyfile,
                 "ssl-ca-certs": ssl_ca_certs,
-                "local-socket": access.local_socket or None,
             },
             keys.key_variables(api_key, admin_api_key),
         ),
     ]
-    supervisor = Supervisor(children, grace_s=grace)
-    http = _http_address(_reachable(host), http_port, access)
-    sys.exit(asyncio.run(_run(supervisor, access, http, started)))
+    supervisor = Supervisor(children, grace_s=grace, stall_timeout_s=stall_timeout)
+    announcement = Announcement(access, http_address(_reachable(host), http_port, access), num_frontends, started)
+    try:
+        sys.exit(asyncio.run(_run(supervisor, announcement)))
+    finally:
+        ports.close()
 
 
 def _access(
@@ -190,6 +186,64 @@ def _access(
     )
 
 
+class _Ports:
+    """The ports of the service: looked at, and held where several frontends share them.
+
+    Raises (on construction):
+        ConfigurationError: one is taken, or the host is not ours.
+    """
+
+    def __init__(self, host: str, grpc_port: int, http_port: int, num_frontends: int) -> None:
+        self.grpc_port, self.http_port = grpc_port, http_port
+        self._holders: list[socket.socket] = []
+        if num_frontends == 1:
+            check_port(host, grpc_port)
+            check_port(host, http_port)
+            return
+        try:
+            self.grpc_port, self.http_port = self._hold(host, grpc_port), self._hold(host, http_port)
+        except ConfigurationError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the ports."""
+        for holder in self._holders:
+            holder.close()
+
+    def _hold(self, host: str, port: int) -> int:
+        holder = hold_port(host, port)
+        self._holders.append(holder)
+        found: int = holder.getsockname()[1]
+        return found
+
+
+def _frontends(
+    number: int,
+    ports: _Ports,
+    access: Access,
+    model: Model,
+    common: Mapping[str, object],
+    settings: dict[str, object],
+    environment: Mapping[str, str],
+) -> list[ChildSpec]:
+    """Return the frontends; where there are several they share the ports, and have numbers."""
+    children = []
+    for index in range(number):
+        live_socket = private_socket(ports.grpc_port or os.getpid(), index)
+        own = {
+            "grpc-port": ports.grpc_port,
+            "http-port": ports.http_port,
+            "reuse-port": number > 1,
+            "private-socket": live_socket,
+            # We ask one of them; which one does not matter.
+            "local-socket": access.local_socket or None if index == 0 else None,
+        }
+        child = _child("frontend", model, common, {**settings, **own}, environment)
+        children.append(replace(child, index=index if number > 1 else None, live_socket=live_socket))
+    return children
+
+
 def _child(
     role: str,
     model: Model,
@@ -207,100 +261,19 @@ def _child(
     return ChildSpec(role, tuple(arguments), environment)
 
 
-def _check_port(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host.strip("[]"), port))
-        except OSError as error:
-            raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-
-
 def _reachable(host: str) -> str:
     """Return how a client on this machine writes the host in an address."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host.strip("[]"), host.strip("[]"))
     return f"[{host}]" if ":" in host else host
 
 
-def _http_address(host: str, port: int, access: Access) -> str:
-    """Return the base address of the OpenAI-compatible API."""
-    if not port:
-        return "on a port that the system chose: the log names it"
-    return f"{'http' if access.tls is None else 'https'}://{host}:{port}/v1"
-
-
-async def _run(supervisor: Supervisor, access: Access, http: str, started: float) -> int:
-    announcing = asyncio.create_task(_announce(supervisor, access, http, started))
+async def _run(supervisor: Supervisor, announcement: Announcement) -> int:
+    announcing = asyncio.create_task(announce(supervisor, announcement))
     try:
         return await supervisor.run()
     finally:
         announcing.cancel()
         await asyncio.gather(announcing, return_exceptions=True)
-
-
-async def _announce(supervisor: Supervisor, access: Access, http: str, started: float) -> None:
-    """Wait until the service serves, then say so on one screen."""
-    target = f"unix:{access.local_socket}" if access.local_socket else access.target
-    metadata = (("authorization", f"Bearer {access.admin_key}"),) if access.admin_key else None
-    async with grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS) as channel:
-        while True:
-            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-            try:
-                async for answer in watch:
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        status = await admin_pb2_grpc.AdminServiceStub(channel).GetStatus(
-                            admin_pb2.GetStatusRequest(), timeout=5, metadata=metadata
-                        )
-                        _print_summary(supervisor, access, http, status, time.monotonic() - started)
-                        return
-            except grpc.aio.AioRpcError as error:
-                logger.debug("waiting for the frontend: %s", error.details())
-                await asyncio.sleep(0.1)
-
-
-def _print_summary(
-    supervisor: Supervisor, access: Access, http: str, status: admin_pb2.GetStatusResponse, seconds: float
-) -> None:
-    target, flags = access.target, access.client_flags
-    held = status.scheduler
-    tokens = held.total_blocks * held.block_size
-    request = json_format.MessageToJson(_example(), indent=None)
-    rows = {
-        "model": ", ".join(status.models),
-        "gRPC": f"{target}, {access.words}",
-        "HTTP": http,
-        "context": f"{status.max_model_len} tokens",
-        "KV cache": f"{held.total_blocks} blocks of {held.block_size} tokens ({tokens} tokens)",
-        "processes": ", ".join(f"{role} {pid}" for role, pid in supervisor.pids.items()),
-        "chat": f"{_program()} chat --address {target}{flags}",
-        "generate": f'{_program()} generate --address {target}{flags} --temperature 0 "Once upon a time"',
-        "grpcurl": f"grpcurl {access.grpcurl_flags} -d '{request}' {target} octavo.v1.GenerationService/GenerateStream",
-    }
-    # Lines, not a table: what is meant to be copied must not be folded.
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(f"\n[bold]Octavo is ready[/bold] after {seconds:.1f} s")
-    for name, words in rows.items():
-        console.print(f"  {name:<10}", end="")
-        console.print(words, markup=False)
-
-
-def _program() -> str:
-    """Return how the user can call octavo: by its name where a shell finds it, else by the path it was started with."""
-    started = Path(sys.argv[0])
-    if started.name != "octavo" or shutil.which("octavo") == str(started.absolute()):
-        return "octavo"
-    return os.path.relpath(started)
-
-
-def _example() -> generation_pb2.GenerateStreamRequest:
-    return generation_pb2.GenerateStreamRequest(
-        input=generation_pb2.GenerationInput(
-            text="Once upon a time",
-            sampling=generation_pb2.SamplingParams(temperature=0),
-            stopping=generation_pb2.StoppingParams(max_tokens=64),
-        )
-    )
 
 
 def register(app: typer.Typer) -> None:

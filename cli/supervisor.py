@@ -3,7 +3,7 @@
 A child that exits with EXIT_CONFIGURATION is not restarted, since it would fail again: everything ends. So it does when
 a child exits with an error MAX_FAILED_STARTS times in a row, each time within FAILED_START_S. Any other child that ends is
 restarted, first at once, then with a delay that doubles up to MAX_BACKOFF_S, and starts over once a life has lasted
-STABLE_AFTER_S.
+STABLE_AFTER_S. A child that can be asked whether it is well and does not answer is killed, and then restarted.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from octavo.cli.program import OCTAVO, SECRET_VARIABLES
+from octavo.cli.watchdog import until_stalled
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ FAILED_START_S = 5.0
 MAX_FAILED_STARTS = 6
 """A child that was killed does not count: that says nothing about its next start."""
 EXIT_GAVE_UP = 1
+STALL_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -37,35 +39,52 @@ class ChildSpec:
         role: what it is.
         arguments: of its command line, which everybody can read.
         environment: what it alone gets, beside ours without keys.
+        index: its number, where there are several of the role.
+        live_socket: path of the Unix socket where it answers while it is well; '' if it cannot be asked.
     """
 
     role: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    index: int | None = None
+    live_socket: str = ""
+
+    @property
+    def name(self) -> str:
+        """Tells it from the others."""
+        return self.role if self.index is None else f"{self.role}-{self.index}"
 
 
 class Supervisor:
     """Owns the child processes of one service."""
 
-    def __init__(self, children: Sequence[ChildSpec], grace_s: float, program: Sequence[str] = OCTAVO) -> None:
+    def __init__(
+        self,
+        children: Sequence[ChildSpec],
+        grace_s: float,
+        program: Sequence[str] = OCTAVO,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+    ) -> None:
         """Take the children to start.
 
         Args:
-            children: the processes.
+            children: the processes, each of another name.
             grace_s: time that running requests get after SIGTERM; children that live KILL_DELAY_S longer are killed.
             program: what is run with a role and its arguments.
+            stall_timeout_s: how long a child that can be asked may leave that without an answer.
         """
         self._specs = children
         self._program = program
         self._grace_s = grace_s
+        self._stall_timeout_s = stall_timeout_s
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = asyncio.Event()
         self._exit_code = 0
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of the children that run, by role."""
-        return {role: process.pid for role, process in self._processes.items()}
+        """Process ids of the children that run, by name."""
+        return {name: process.pid for name, process in self._processes.items()}
 
     @property
     def stopping(self) -> asyncio.Event:
@@ -77,7 +96,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        watches = {spec.role: asyncio.create_task(self._keep_alive(spec)) for spec in self._specs}
+        watches = {spec.name: asyncio.create_task(self._keep_alive(spec)) for spec in self._specs}
         try:
             await self._stopping.wait()
             await self._end_children(watches)
@@ -106,18 +125,18 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             if code == EXIT_CONFIGURATION:
-                self._give_up(f"the {spec.role} cannot start as configured; the service ends", EXIT_CONFIGURATION)
+                self._give_up(f"the {spec.name} cannot start as configured; the service ends", EXIT_CONFIGURATION)
                 return
             num_failed_starts = num_failed_starts + 1 if code >= 0 and lasted_s < FAILED_START_S else 0
             if num_failed_starts >= MAX_FAILED_STARTS:
                 self._give_up(
-                    f"the {spec.role} failed {num_failed_starts} times in a row at its start; the service ends",
+                    f"the {spec.name} failed {num_failed_starts} times in a row at its start; the service ends",
                     EXIT_GAVE_UP,
                 )
                 return
             if lasted_s > STABLE_AFTER_S:
                 backoff_s = 0.0
-            logger.warning("the %s ended (%s); it starts again in %g s", spec.role, _how(code), backoff_s)
+            logger.warning("the %s ended (%s); it starts again in %g s", spec.name, _how(code), backoff_s)
             try:
                 await asyncio.wait_for(self._stopping.wait(), backoff_s)
             except TimeoutError:
@@ -141,34 +160,46 @@ class Supervisor:
             env={**ours, **spec.environment},
             start_new_session=True,  # a Ctrl-C in the terminal reaches the supervisor alone, which then ends in order
         )
-        self._processes[spec.role] = process
+        self._processes[spec.name] = process
         if self._stopping.is_set():
             process.terminate()
+        watchdog = asyncio.create_task(self._kill_when_stalled(spec, process)) if spec.live_socket else None
         code = await process.wait()
-        del self._processes[spec.role]
+        if watchdog is not None:
+            watchdog.cancel()
+            await asyncio.gather(watchdog, return_exceptions=True)
+        del self._processes[spec.name]
         return code
 
+    async def _kill_when_stalled(self, spec: ChildSpec, process: asyncio.subprocess.Process) -> None:
+        reason = await until_stalled(spec.live_socket, self._stall_timeout_s)
+        # What ends has its grace, and is killed after it.
+        if not self._stopping.is_set() and process.returncode is None:
+            logger.error("the %s (pid %d) stalls: %s; it is killed", spec.name, process.pid, reason)
+            process.kill()
+
     async def _end_children(self, watches: dict[str, "asyncio.Task[None]"]) -> None:
-        # The frontend drains its streams, for which it needs the others: they are told when it has ended.
-        for roles in ([FRONTEND], [role for role in watches if role != FRONTEND]):
-            tasks = [watches[role] for role in roles if role in watches]
-            for role in roles:
-                self._signal(role, signal.SIGTERM)
-            if not tasks:
+        # Frontends drain their streams, for which they need the others: these are told when all frontends have ended.
+        frontends = [spec.name for spec in self._specs if spec.role == FRONTEND]
+        for names in (frontends, [name for name in watches if name not in frontends]):
+            if not names:
                 continue
-            _, alive = await asyncio.wait(tasks, timeout=self._grace_s + KILL_DELAY_S)
+            for name in names:
+                self._signal(name, signal.SIGTERM)
+            _, alive = await asyncio.wait([watches[name] for name in names], timeout=self._grace_s + KILL_DELAY_S)
             if alive:
-                logger.warning("killing what did not end within %g s: %s", self._grace_s, ", ".join(roles))
-                for role in roles:
-                    self._signal(role, signal.SIGKILL)
+                left = [name for name in names if watches[name] in alive]
+                logger.warning("killing what did not end within %g s: %s", self._grace_s, ", ".join(left))
+                for name in left:
+                    self._signal(name, signal.SIGKILL)
                 await asyncio.wait(alive)
 
     def _signal_all(self, number: signal.Signals) -> None:
-        for role in list(self._processes):
-            self._signal(role, number)
+        for name in list(self._processes):
+            self._signal(name, number)
 
-    def _signal(self, role: str, number: signal.Signals) -> None:
-        process = self._processes.get(role)
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        process = self._processes.get(name)
         if process is not None and process.returncode is None:
             process.send_signal(number)
 

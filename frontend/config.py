@@ -23,8 +23,11 @@ class FrontendConfig:
         tls: certificate and key of this frontend; None: no TLS.
         local_socket: path of a Unix socket where the gRPC services are offered too, without TLS; '' for none. Its folder
             says who may connect; keys are needed as everywhere.
+        private_socket: path of a Unix socket where this process alone answers /health, /ready and /metrics over HTTP; ''
+            for none. Whoever keeps it alive asks there.
+        health_port: the same on a port of the same host, without TLS; None for none, 0 lets the system choose one.
         share_prefix_cache: whether callers with different keys find what the others have cached.
-        reuse_port: whether several frontends share the port (SO_REUSEPORT).
+        reuse_port: whether several frontends share both ports (SO_REUSEPORT).
         max_message_bytes: largest request message; larger ones are RESOURCE_EXHAUSTED.
         max_unread_bytes: of all large requests that are being read at one time (or max_message_bytes, if that is more);
             more are RESOURCE_EXHAUSTED.
@@ -57,6 +60,8 @@ class FrontendConfig:
     auth: Authenticator = field(default_factory=Authenticator, repr=False)
     tls: TlsFiles | None = None
     local_socket: str = ""
+    private_socket: str = ""
+    health_port: int | None = None
     share_prefix_cache: bool = False
     reuse_port: bool = False
     max_message_bytes: int = 16 * 2**20
@@ -84,8 +89,10 @@ class FrontendConfig:
             )
         if not 0 <= self.grpc_port < 2**16:
             raise ValueError(f"grpc_port is {self.grpc_port}: it must be from 0 to 65535")
-        if self.http_port is not None and not 0 <= self.http_port < 2**16:
-            raise ValueError(f"http_port is {self.http_port}: it must be from 0 to 65535")
+        for name in ("http_port", "health_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port < 2**16:
+                raise ValueError(f"{name} is {port}: it must be from 0 to 65535")
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be positive")

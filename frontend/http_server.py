@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.frontend.config import FrontendConfig
+from octavo.frontend.listeners import BACKLOG
 
 MAX_HEADER_BYTES = 65536
 """Of a request's line and headers; what one read of the socket brings beyond it is still taken."""
@@ -25,40 +26,26 @@ KEEP_ALIVE_S = 75
 MAX_OVERHEAD_A_BODY_BYTE = 16
 """Bytes of chunk framing for each byte of a body, beside MAX_HEADER_BYTES for trailers: more is no request but a flood."""
 
-BACKLOG = 256
-"""Connections that wait to be accepted. Where file descriptors run out asyncio logs so many failures at a time."""
-
 CONNECTIONS_PER_STREAM = 2
 """Connections at one time, for each stream that the frontend may hold; more are answered 503."""
-
-
-class CannotListen(Exception):
-    """The address to listen on is taken or not ours."""
 
 
 class HttpServer:
     """Serves an ASGI application: `start`, in the end `stop`.
 
     Args:
-        config: where to listen; http_port is set.
+        config: limits and certificates.
         app: what answers.
         stop_grace_s: how long calls may take to end in `stop`.
+        has_tls: whether it speaks TLS where the frontend has certificates.
     """
 
-    def __init__(self, config: FrontendConfig, app: ASGIApp, stop_grace_s: float) -> None:
-        self.port = 0
-        self._config = config
-        self._server = _Server(_uvicorn_config(config, app, stop_grace_s))
+    def __init__(self, config: FrontendConfig, app: ASGIApp, stop_grace_s: float, has_tls: bool = True) -> None:
+        self._server = _Server(_uvicorn_config(config, app, stop_grace_s, has_tls))
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Listen.
-
-        Raises:
-            CannotListen: the port is taken, or the host is not ours.
-        """
-        listener = _listen(self._config)
-        self.port = listener.getsockname()[1]
+    def start(self, listener: socket.socket) -> None:
+        """Serve what connects to a listening socket, which is this object's from now on."""
         self._task = asyncio.create_task(self._server.serve([listener]))
 
     async def stop(self) -> None:
@@ -170,9 +157,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
 
-def _uvicorn_config(config: FrontendConfig, app: ASGIApp, stop_grace_s: float) -> uvicorn.Config:
+def _uvicorn_config(config: FrontendConfig, app: ASGIApp, stop_grace_s: float, has_tls: bool) -> uvicorn.Config:
     tls: dict[str, Any] = {}
-    if config.tls is not None:
+    if config.tls is not None and has_tls:
         tls = {"ssl_certfile": str(config.tls.certfile), "ssl_keyfile": str(config.tls.keyfile)}
         if config.tls.ca_certs is not None:
             tls |= {"ssl_ca_certs": str(config.tls.ca_certs), "ssl_cert_reqs": ssl.CERT_REQUIRED}
@@ -193,27 +180,3 @@ def _uvicorn_config(config: FrontendConfig, app: ASGIApp, stop_grace_s: float) -
         backlog=BACKLOG,
         **tls,
     )
-
-
-def _listen(config: FrontendConfig) -> socket.socket:
-    host = config.host.strip("[]")
-    address = f"{config.host}:{config.http_port}"
-    try:
-        (family, kind, protocol, _, place), *_ = socket.getaddrinfo(
-            host, config.http_port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise CannotListen(f"cannot listen on {address} (HTTP): {error.strerror}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if config.reuse_port:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(place)
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        message = f"cannot listen on {address} (HTTP): is the port taken, or the host another's?"
-        raise CannotListen(message) from error
-    return listener

@@ -8,7 +8,7 @@ import sys
 
 from octavo.frontend.auth import exposure
 from octavo.frontend.config import FrontendConfig
-from octavo.frontend.http_server import CannotListen
+from octavo.frontend.listeners import CannotListen
 from octavo.frontend.server import Frontend
 from octavo.frontend.tls import TlsError
 from octavo.frontend.tokenizer import ModelFilesError
@@ -63,6 +63,8 @@ async def _serve(config: FrontendConfig) -> int:
             _log.warning("%s", warning)
         if frontend.http_port is not None:
             _log.info("listening on %s:%d for HTTP", config.host, frontend.http_port)
+        if frontend.health_port is not None:
+            _log.info("listening on %s:%d for health and metrics of this process", config.host, frontend.health_port)
         await frontend.load()
     except (CannotListen, TlsError, ModelFilesError, WireError) as error:
         _log.error("%s", error)

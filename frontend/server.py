@@ -2,23 +2,26 @@
 
 import asyncio
 import logging
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import zmq
 from grpc_reflection.v1alpha import reflection
+from starlette.types import ASGIApp
 
 from octavo.frontend.admin import ADMIN_SERVICE, AdminServicer
 from octavo.frontend.calls import Calls
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.errors import Unavailable
 from octavo.frontend.health import GENERATION_SERVICE, Health
-from octavo.frontend.http_server import CannotListen, HttpServer
+from octavo.frontend.http_server import HttpServer
 from octavo.frontend.interceptor import HEALTH_SERVICE, KeyInterceptor
 from octavo.frontend.lifecycle import Lifecycle
+from octavo.frontend.listeners import CannotListen, listen_tcp, listen_unix, remove_socket
 from octavo.frontend.model import ModelFiles, load_model_files
 from octavo.frontend.models_service import MODEL_SERVICE, ModelServicer
-from octavo.frontend.openai.app import make_app
+from octavo.frontend.openai.app import make_app, make_private_app
 from octavo.frontend.scheduler_client import SchedulerClient
 from octavo.frontend.service import GenerationServicer
 from octavo.frontend.tokenizer_service import TOKENIZER_SERVICE, TokenizerServicer
@@ -53,7 +56,8 @@ class Frontend:
         self.config = config
         self.port = 0
         self.http_port: int | None = None
-        self._http: HttpServer | None = None
+        self.health_port: int | None = None
+        self._http: list[HttpServer] = []
         self.client: SchedulerClient | None = None
         self.lifecycle = Lifecycle(self.begin_drain)
         self._drained: asyncio.Task[None] | None = None
@@ -86,10 +90,17 @@ class Frontend:
         self._health.set(False)
         self._bind()
         if self.config.http_port is not None:
-            self._http = HttpServer(self.config, make_app(self._calls, self._tokenizer), STOP_GRACE_S)
-            await self._http.start()
-            self.http_port = self._http.port
+            listener = listen_tcp(self.config.host, self.config.http_port, self.config.reuse_port)
+            self.http_port = listener.getsockname()[1]
+            self._serve_http(make_app(self._calls, self._tokenizer), listener)
         await self._server.start()
+        # Last: whoever asks there learns that the others are there.
+        if self.config.private_socket:
+            self._serve_http(make_private_app(self._calls), listen_unix(self.config.private_socket), has_tls=False)
+        if self.config.health_port is not None:
+            listener = listen_tcp(self.config.host, self.config.health_port)
+            self.health_port = listener.getsockname()[1]
+            self._serve_http(make_private_app(self._calls), listener, has_tls=False)
 
     async def load(self) -> None:
         """Read the model, and begin to look for the scheduler.
@@ -142,8 +153,9 @@ class Frontend:
         if self.client is not None:
             for stream in self.client.streams:
                 stream.fail(Unavailable("the frontend has stopped"))
-        http_stop = self._http.stop() if self._http is not None else asyncio.sleep(0)
-        await asyncio.gather(self._server.stop(STOP_GRACE_S), http_stop)
+        await asyncio.gather(self._server.stop(STOP_GRACE_S), *(server.stop() for server in self._http))
+        if self.config.private_socket:
+            remove_socket(self.config.private_socket)
         if self.client is not None:
             self.client.leave("the frontend stops")
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -153,6 +165,11 @@ class Frontend:
     async def _note_drained(self) -> None:
         await self.wait_idle()
         self.lifecycle.set_drained()
+
+    def _serve_http(self, app: ASGIApp, listener: socket.socket, has_tls: bool = True) -> None:
+        server = HttpServer(self.config, app, STOP_GRACE_S, has_tls)
+        self._http.append(server)
+        server.start(listener)
 
     def _bind(self) -> None:
         config = self.config

@@ -14,6 +14,7 @@ from octavo.frontend.openai.call import Endpoint, Handler
 from octavo.frontend.openai.endpoints import Endpoints
 from octavo.frontend.openai.errors import HttpError
 from octavo.frontend.openai.generation import Generation
+from octavo.frontend.openai.own import Own
 from octavo.frontend.tokenizer_service import TokenizerServicer
 
 
@@ -24,14 +25,14 @@ def make_app(calls: Calls, tokenizer: TokenizerServicer) -> Starlette:
         calls: checks requests and holds their streams.
         tokenizer: tokenises for both doors.
     """
-    generation, others = Generation(calls), Endpoints(calls, tokenizer)
+    generation, others, own = Generation(calls), Endpoints(calls, tokenizer), Own(calls)
 
     def route(method: str, path: str, handler: Handler, needs_key: bool = True) -> Route:
         return Route(path, Endpoint(calls, handler, needs_key), methods=[method])
 
     routes = [
-        route("GET", "/health", others.health, needs_key=False),
-        route("GET", "/ready", others.ready, needs_key=False),
+        route("GET", "/health", own.health, needs_key=False),
+        route("GET", "/ready", own.ready, needs_key=False),
         route("GET", "/version", others.version),
         route("GET", "/v1/models", others.models),
         route("GET", "/v1/models/{model:path}", others.model),
@@ -40,6 +41,21 @@ def make_app(calls: Calls, tokenizer: TokenizerServicer) -> Starlette:
         route("POST", "/tokenize", others.tokenize),
         route("POST", "/detokenize", others.detokenize),
     ]
+    return _app(routes)
+
+
+def make_private_app(calls: Calls) -> Starlette:
+    """Return what one process answers of itself, to whoever keeps it alive."""
+    own = Own(calls)
+    return _app(
+        [
+            Route("/health", Endpoint(calls, own.health, needs_key=False), methods=["GET"]),
+            Route("/ready", Endpoint(calls, own.ready, needs_key=False), methods=["GET"]),
+        ]
+    )
+
+
+def _app(routes: list[Route]) -> Starlette:
     app = Starlette(routes=routes, exception_handlers={HTTPException: _refuse})
     app.router.redirect_slashes = False
     return app

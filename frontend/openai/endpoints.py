@@ -1,4 +1,4 @@
-"""The routes that generate nothing: models, tokens, health, version."""
+"""The routes that generate nothing: models, tokens, version."""
 
 import time
 from importlib.metadata import version
@@ -6,7 +6,7 @@ from importlib.metadata import version
 import msgspec
 
 from octavo.frontend.calls import Calls
-from octavo.frontend.errors import InvalidArgument, ModelNotFound, Unavailable
+from octavo.frontend.errors import InvalidArgument, ModelNotFound
 from octavo.frontend.openai.call import HttpCall
 from octavo.frontend.openai.errors import bad_field, to_http
 from octavo.frontend.openai.schema import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
@@ -32,16 +32,6 @@ class Endpoints:
         self._calls = calls
         self._tokenizer = tokenizer
         self._created = int(time.time())
-
-    async def health(self, call: HttpCall) -> None:
-        """GET /health: the process lives."""
-        await call.reply(b"{}")
-
-    async def ready(self, call: HttpCall) -> None:
-        """GET /ready: requests can be served."""
-        if not self._calls.serving:
-            raise Unavailable("not serving: loading, draining, or no worker is ready")
-        await call.reply(b"{}")
 
     async def version(self, call: HttpCall) -> None:
         """GET /version."""

@@ -323,7 +323,7 @@ async def test_messages_that_are_none_are_refused(service: Service, data: bytes)
 
 async def test_a_port_that_is_taken_is_named(tiny_model: Path, address: str) -> None:
     from octavo.frontend.config import FrontendConfig
-    from octavo.frontend.http_server import CannotListen
+    from octavo.frontend.listeners import CannotListen
     from octavo.frontend.server import Frontend
 
     with socket.socket() as other:

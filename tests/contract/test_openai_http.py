@@ -14,7 +14,7 @@ import pytest
 from octavo.frontend import http_server
 from octavo.frontend.auth import Authenticator
 from octavo.frontend.config import FrontendConfig
-from octavo.frontend.http_server import CannotListen
+from octavo.frontend.listeners import CannotListen
 from octavo.frontend.openai import call as call_module
 from octavo.frontend.server import Frontend
 from octavo.frontend.tls import TlsFiles

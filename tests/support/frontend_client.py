@@ -170,8 +170,8 @@ async def refusal(call: Any) -> Refusal:
 async def running_frontend(model: Path, address: str, options: Any = (), **settings: Any) -> AsyncIterator[Service]:
     """Run a frontend, and connect to it with a client of its own."""
     frontend = Frontend(FrontendConfig(model, ("tiny", "alias"), address, grpc_port=0, **settings))
-    await frontend.start()
     try:
+        await frontend.start()
         await frontend.load()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{frontend.port}", options) as channel:
             yield Service(frontend, channel)

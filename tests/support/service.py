@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Self
 
@@ -100,8 +100,24 @@ class Service:
         return self.admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=10)
 
     def pid_of(self, role: str) -> int:
-        (pid,) = [process.pid for process in self.status().processes if process.role == role]
+        (pid,) = self.pids_of(role)
         return pid
+
+    def pids_of(self, role: str, state: str | None = None) -> list[int]:
+        """Return the processes of a role, perhaps only those in one state."""
+        found = self.status().processes
+        return [one.pid for one in found if one.role == role and state in (None, one.state)]
+
+    def wait_for_frontends(self, number: int, without: Container[int] = ()) -> list[int]:
+        """Return so many ready frontends once they are there, and none of those that must not be among them."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        pids: list[int] = []
+        while time.monotonic() < deadline:
+            with contextlib.suppress(grpc.RpcError):  # the asked one may be the one that ends
+                pids = self.pids_of("frontend", "ready")
+                if len(pids) == number and not any(pid in without for pid in pids):
+                    return pids
+        raise AssertionError(f"frontends {pids}, wanted {number} without {without}; it said:\n{self.output}")
 
     def wait_until_idle(self) -> admin_pb2.SchedulerStatus:
         """Return the scheduler's state once it holds no request; the bound is only there to fail."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from octavo.cli import logs, serve
+from octavo.cli import logs, serve, summary
 from octavo.cli.errors import ConfigurationError
 from octavo.cli.keys import Access
 from octavo.cli.main import build
@@ -38,10 +38,10 @@ def test_ports_that_are_none_are_refused(port: int) -> None:
 
 def test_serve_names_the_address() -> None:
     access = Access("here:7")
-    assert serve._http_address("here", 8000, access) == "http://here:8000/v1"
+    assert summary.http_address("here", 8000, access) == "http://here:8000/v1"
     secure = Access("here:7", tls=TlsFiles(Path("c"), Path("k")))
-    assert serve._http_address("[::1]", 8000, secure) == "https://[::1]:8000/v1"
-    assert "log" in serve._http_address("here", 0, access)
+    assert summary.http_address("[::1]", 8000, secure) == "https://[::1]:8000/v1"
+    assert "log" in summary.http_address("here", 0, access)
 
 
 def test_serve_refuses_a_taken_port_before_it_starts_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_serve_refuses_a_taken_port_before_it_starts_anything(tmp_path: Path, mo
 
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(logs, "configure", lambda role, level: None)
-    monkeypatch.setattr(serve, "_check_port", check)
+    monkeypatch.setattr(serve, "check_port", check)
     result = CliRunner().invoke(build("serve"), ["serve", str(tmp_path), "--grpc-port", "0", "--http-port", "8123"])
     assert result.exit_code != 0
     assert "8123" in (result.output + str(result.exception))
