@@ -162,7 +162,11 @@ class Calls:
 
     @asynccontextmanager
     async def opened(
-        self, request: pb.GenerationInput, context: CallContext, max_unsent_tokens: int | None
+        self,
+        request: pb.GenerationInput,
+        context: CallContext,
+        max_unsent_tokens: int | None,
+        message_cost_s: float = 0.0,
     ) -> AsyncIterator[tuple[Stream, ModelFiles]]:
         """Check a request, begin its stream, and let go of it in the end.
 
@@ -170,7 +174,7 @@ class Calls:
             ServiceError: it is refused.
         """
         checked = await self.check(request, context)
-        with self.begun(checked, context, max_unsent_tokens) as stream:
+        with self.begun(checked, context, max_unsent_tokens, message_cost_s) as stream:
             yield stream, checked.model
 
     async def check(self, request: pb.GenerationInput, context: CallContext) -> Checked:
@@ -198,7 +202,9 @@ class Calls:
         return Checked(await asyncio.get_running_loop().run_in_executor(self.executor, work), model, client)
 
     @contextmanager
-    def begun(self, checked: Checked, context: CallContext, max_unsent_tokens: int | None) -> Iterator[Stream]:
+    def begun(
+        self, checked: Checked, context: CallContext, max_unsent_tokens: int | None, message_cost_s: float = 0.0
+    ) -> Iterator[Stream]:
         """Begin the stream of a checked request, and let go of it in the end.
 
         Raises:
@@ -209,7 +215,9 @@ class Calls:
             raise DeadlineExceeded("the deadline had passed before the request could begin")
         params, tokenizer, client = checked.journal.call.params, checked.model.tokenizer, checked.client
         make = (lambda: tokenizer.detokenizer(params.skip_special_tokens)) if params.detokenize else None
-        stream = Stream(client.streams.new_handle(), checked.journal, make, max_unsent_tokens, deadline, client)
+        stream = Stream(
+            client.streams.new_handle(), checked.journal, make, max_unsent_tokens, deadline, client, message_cost_s
+        )
         timers: list[asyncio.TimerHandle] = []
         try:
             client.add(stream)

@@ -83,7 +83,7 @@ class SchedulerClient:
         self.facts: ServiceFacts | None = None  # of the newest session
         self.reason = "the scheduler cannot be reached yet"
         self.check_facts: Callable[[ServiceFacts], str | None] = lambda _facts: None
-        self.streams = StreamTable()
+        self.streams = StreamTable(asyncio.get_running_loop())
         self.refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._config = config
         self._digest = digest

@@ -18,6 +18,9 @@ from octavo.v1 import generation_pb2 as pb
 
 MAX_CHUNK_TOKENS = 65536
 
+MESSAGE_COST_S = 50e-6
+"""CPU time of a message of a stream, about (benchmarks/frontend_cpu.py)."""
+
 T = TypeVar("T")
 
 
@@ -65,7 +68,7 @@ class GenerationServicer:
             checked = await self._calls.read(request, pb.GenerateStreamRequest)
             limit = _chunk_limit(checked)
             unsent = self._config.max_unsent_tokens
-            async with self._calls.opened(checked.input, call, max_unsent_tokens=unsent) as (stream, model):
+            async with self._calls.opened(checked.input, call, unsent, MESSAGE_COST_S) as (stream, model):
                 await self._send_all(stream, model, context, call.request_id, limit)
 
         await self._answer(context, work)

@@ -18,6 +18,7 @@ from octavo.frontend.errors import (
     Unavailable,
 )
 from octavo.frontend.journal import Journal
+from octavo.frontend.pacing import Pacer
 from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import ServiceFacts
 from octavo.wire.ids import MAX_HANDLE
@@ -70,6 +71,7 @@ class Stream:
         max_unsent_tokens: tokens that may wait for a slow client; None if nothing is sent before the end.
         deadline: when the caller's time is over, on the event loop's clock; None for never.
         link: the way to the scheduler.
+        message_cost_s: CPU time of a message to the client, about.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Stream:
         max_unsent_tokens: int | None,
         deadline: float | None,
         link: SchedulerLink,
+        message_cost_s: float = 0.0,
     ) -> None:
         self.handle = handle
         self.journal = journal
@@ -87,6 +90,7 @@ class Stream:
         self.num_cached_tokens = 0
         self.error: ServiceError | None = None
         self.interrupt: Callable[[], object] | None = None
+        self.message_cost_s = message_cost_s
         params = journal.call.params
         self.choices = [
             ChoiceOutput(i, ids, params, make_detokenizer() if make_detokenizer else None)
@@ -160,15 +164,20 @@ class Stream:
             self._queue_s = event.queue_s
             self._start()
 
-    def on_token(self, choice: int, position: int, token_id: int) -> None:
-        """Take one id of a choice.
+    @property
+    def may_wait(self) -> bool:
+        """Whether new tokens may wait for the next ones: the first has been shown, and it has not ended."""
+        return len(self._marks) > 2 and not self.ended
+
+    def on_token(self, choice: int, position: int, token_id: int) -> bool:
+        """Take one id of a choice; say whether its task is to be woken for it.
 
         Raises:
             PositionGap: ids before it are missing, or there is no such choice.
         """
         output = self._choice(choice)
         if output.end is not None or self.error is not None:
-            return
+            return False
         if not self.started:
             self._start()
         stopped = output.push(position, token_id)
@@ -181,10 +190,10 @@ class Stream:
             self._link.finish_choice(self.handle, choice, len(output.ids))
             self._on_end(choice)
         if self._max_unsent_tokens is None:
-            return
+            return False
         if self._num_received > self._max_unsent_tokens:
             self._check_unsent(self._max_unsent_tokens)
-        self._wake()
+        return True
 
     def on_finished(self, event: ChoiceFinished) -> None:
         """A choice has ended at the scheduler.
@@ -231,19 +240,19 @@ class Stream:
     def _start(self) -> None:
         self.journal.is_started = True
         self._marks.append(self._loop.time())
-        self._wake()
+        self.wake()
 
     def _on_end(self, choice: int) -> None:
         self.journal.finished.add(choice)
         self._ends_to_tell.append(choice)
         self._num_running -= 1
-        self._wake()
+        self.wake()
 
     def _end_with(self, error: ServiceError) -> None:
         if self.ended:
             return
         self.error = error
-        self._wake()
+        self.wake()
         if self.interrupt is not None:
             self.interrupt()
 
@@ -265,16 +274,22 @@ class Stream:
         if num_unsent > limit:
             self.fail(SlowReader(f"the client left {num_unsent} tokens unread, limit {limit}"))
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let the task that waits take what is new."""
         self._news = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 class StreamTable:
-    """All streams of this frontend, by handle. Handles are not used again while a stream has them."""
+    """All streams of this frontend, by handle. Handles are not used again while a stream has them.
 
-    def __init__(self) -> None:
+    Args:
+        loop: on which they are woken.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._pacer = Pacer(loop)
         self.num_unknown = 0  # tokens of requests that are gone: cancels cross with outputs
         self._streams: dict[int, Stream] = {}
         self._next_handle = 0
@@ -312,11 +327,14 @@ class StreamTable:
             if (stream := streams.get(started.handle)) is not None:
                 stream.on_started(started)
         columns = map(unpack_ints, (output.handle, output.choice, output.position, output.token))
+        fed: dict[int, Stream] = {}
         for handle, choice, position, token_id in zip(*columns, strict=True):
-            if (stream := streams.get(handle)) is not None:
-                stream.on_token(choice, position, token_id)
-            else:
+            if (stream := streams.get(handle)) is None:
                 self.num_unknown += 1
+            elif stream.on_token(choice, position, token_id):
+                fed[handle] = stream
+        if fed:
+            self._pacer.wake(list(fed.values()))
         for logprobs in output.logprobs:
             if (stream := streams.get(logprobs.handle)) is not None and logprobs.choice < len(stream.choices):
                 stream.choices[logprobs.choice].push_logprobs(logprobs)

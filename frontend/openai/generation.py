@@ -20,6 +20,9 @@ from octavo.frontend.openai.translate import (
     translate_completion,
 )
 
+EVENT_COST_S = 25e-6
+"""CPU time of an event of a stream, about (benchmarks/frontend_cpu.py)."""
+
 _COMPLETIONS = msgspec.json.Decoder(CompletionBody)
 _CHATS = msgspec.json.Decoder(ChatBody)
 
@@ -78,7 +81,7 @@ class Generation:
         parts: list[Part] = []
         num_choices = 0
         for one in checked:
-            stream = streams.enter_context(self._calls.begun(one, call.context, unsent))
+            stream = streams.enter_context(self._calls.begun(one, call.context, unsent, EVENT_COST_S))
             parts.append(Part(stream, one.model.tokenizer, num_choices))
             num_choices += len(stream.choices)
         return parts

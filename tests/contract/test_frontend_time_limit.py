@@ -27,9 +27,10 @@ async def until_received(service: Service, num_tokens: int) -> None:
     (stream,) = service.frontend.client.streams
     came, on_token = asyncio.Event(), stream.on_token
 
-    def watched(choice: int, position: int, token_id: int) -> None:
-        on_token(choice, position, token_id)
+    def watched(choice: int, position: int, token_id: int) -> bool:
+        wakes = on_token(choice, position, token_id)
         came.set()
+        return wakes
 
     stream.on_token = watched  # type: ignore[method-assign]
     async with asyncio.timeout(WAIT_S):
