@@ -11,7 +11,7 @@ import httpx2
 import openai
 import pytest
 
-from octavo.frontend import http_server
+from octavo.frontend import http_protocol
 from octavo.frontend.auth import Authenticator
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.listeners import CannotListen
@@ -265,7 +265,7 @@ async def test_a_body_that_does_not_come_is_given_up(doors: Doors, monkeypatch: 
 
 
 async def test_headers_that_do_not_come_are_given_up(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(http_protocol, "HEADER_TIMEOUT_S", 0.05)
     assert await _say(doors, b"") == b""
     assert await _say(doors, b"GET /health HTTP/1.1\r\nx: y") == b""
     first = await _say(doors, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /hea")
@@ -273,8 +273,8 @@ async def test_headers_that_do_not_come_are_given_up(doors: Doors, monkeypatch: 
 
 
 async def test_headers_are_bounded(doors: Doors) -> None:
-    assert b" 400 " in await _say(doors, b"GET /health HTTP/1.1\r\nx: " + b"y" * 400_000)
-    assert b" 400 " in await _say(doors, b"GET /" + b"y" * 400_000)
+    assert b" 431 " in await _say(doors, b"GET /health HTTP/1.1\r\nx: " + b"y" * 400_000)
+    assert b" 431 " in await _say(doors, b"GET /" + b"y" * 400_000)
 
 
 async def test_trailers_are_bounded_and_dropped(doors: Doors) -> None:
