@@ -82,7 +82,7 @@ async def opened(doors: Doors) -> AsyncIterator[Any]:
 
 async def until_busy(doors: Doors, count: int) -> None:
     """Wait until so many connections run a request."""
-    table = doors.grpc.frontend._http._server.config.http_protocol_class.args[0]  # type: ignore[union-attr]
+    table = doors.grpc.frontend._http[0]._server.config.http_protocol_class.args[0]  # type: ignore[attr-defined]
     async with asyncio.timeout(WAIT_S):
         while table.num_busy < count:  # noqa: ASYNC110 (nothing tells when bytes have come)
             await asyncio.sleep(0)
