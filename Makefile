@@ -31,6 +31,7 @@ lint: $(VENV)/.installed-dev ## Run the checks of format, style, types, imports,
 	$(BIN)/mypy
 	PYTHONPATH=.typing $(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint
+	$(BIN)/buf breaking --against protos/baseline.binpb
 	@protos/generate.sh --check
 
 format: $(VENV)/.installed-dev ## Format the code and mend what ruff can.

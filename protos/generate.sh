@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Write the Python stubs of octavo.v1, with type stubs, beside the .proto files; --check only says whether they are stale.
+# --baseline writes baseline.binpb anew, the description that later changes must not break: only at a release.
 # Needs grpcio-tools and mypy-protobuf of the dev group, from .venv or, without it, from PATH.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -30,8 +31,11 @@ case "${1:-}" in
     done
     echo "The stubs are up to date."
     ;;
+  --baseline)
+    (cd .. && buf build --exclude-source-info -o protos/baseline.binpb)
+    ;;
   *)
-    echo "usage: generate.sh [--check]" >&2
+    echo "usage: generate.sh [--check | --baseline]" >&2
     exit 2
     ;;
 esac
