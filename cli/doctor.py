@@ -4,7 +4,6 @@ import importlib.util
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,9 +18,10 @@ from rich.table import Table
 from octavo.cli import options
 from octavo.cli.command import Command
 from octavo.cli.demo_model import NAME
-from octavo.cli.errors import CommandError
+from octavo.cli.errors import CommandError, ConfigurationError
 from octavo.cli.model_store import DEMO, folder_of, is_complete
 from octavo.cli.places import check_socket_paths, models_folder, runtime_folder
+from octavo.cli.ports import check_port
 
 _PACKAGES = ("octavo", "grpcio", "protobuf", "pyzmq", "msgspec", "tokenizers", "safetensors", "torch", "transformers")
 _MIN_PYTHON = (3, 11)
@@ -38,7 +38,7 @@ _MIN_GPU_SHARE = 0.9
 _COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 
 
-DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 50051
+DEFAULT_HOST, DEFAULT_PORT, DEFAULT_HTTP_PORT = "127.0.0.1", 50051, 8000
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,14 @@ class Finding:
     """What was found; where it is not OK, also what helps."""
 
 
-def doctor(host: options.Host = DEFAULT_HOST, grpc_port: options.GrpcPort = DEFAULT_PORT) -> None:
-    """Check this machine: Python, packages, cores, memory, GPU, folders, port, limits."""
-    findings = [*(check() for check in _CHECKS), _port(host, grpc_port), _open_files()]
+def doctor(
+    host: options.Host = DEFAULT_HOST,
+    grpc_port: options.GrpcPort = DEFAULT_PORT,
+    http_port: options.HttpPort = DEFAULT_HTTP_PORT,
+) -> None:
+    """Check this machine: Python, packages, cores, memory, GPU, folders, ports, limits."""
+    ports = [_port(host, grpc_port, "gRPC port", "--grpc-port"), _port(host, http_port, "HTTP port", "--http-port")]
+    findings = [*(check() for check in _CHECKS), *ports, _open_files()]
     table = Table(show_header=False, box=None, padding=(0, 1))
     for finding in findings:
         color = _COLORS[finding.level]
@@ -155,14 +160,12 @@ def _runtime() -> Finding:
     return Finding("OK", "sockets", str(folder))
 
 
-def _port(host: str, port: int) -> Finding:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return Finding("WARN", "port", f"{host}:{port}: {error.strerror}; choose another with --grpc-port")
-    return Finding("OK", "port", f"{host}:{port} is free")
+def _port(host: str, port: int, subject: str, flag: str) -> Finding:
+    try:
+        check_port(host, port)
+    except ConfigurationError as error:
+        return Finding("WARN", subject, f"{error}; choose another with {flag}")
+    return Finding("OK", subject, f"{host}:{port} is free")
 
 
 def _open_files() -> Finding:

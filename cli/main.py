@@ -17,6 +17,7 @@ _MODULES = {
     "chat": "client",
     "models": "models",
     "status": "status",
+    "drain": "status",
     "cache": "cache",
     "keys": "make_keys",
     "doctor": "doctor",

@@ -1,4 +1,4 @@
-"""octavo status: the processes of a running service, its queues and blocks."""
+"""octavo status and octavo drain: the processes of a running service, its queues and blocks, and its end."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -54,6 +54,37 @@ def status(
             raise connection.failure(error) from error
     if not is_ready:
         raise typer.Exit(1)
+
+
+def drain(
+    address: Address = DEFAULT_ADDRESS,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Return when the last request has ended, and say meanwhile what runs.")
+    ] = False,
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Make the service take no new requests; running ones go on to their end. Only a restart undoes it."""
+    with connected(address, api_key, tls_ca, tls_cert, tls_key) as connection:
+        stub = admin_pb2_grpc.AdminServiceStub(connection.channel)
+        try:
+            answer = stub.Drain(admin_pb2.DrainRequest(), timeout=_TIMEOUT_S, metadata=connection.metadata)
+            typer.echo(f"the service drains; requests that have begun: {answer.running_requests}")
+            if not wait:
+                return
+            states = {"draining"}
+            for status in _watch(connection, 1.0):
+                states = {process.state for process in status.processes if process.role == "frontend"}
+                held = status.scheduler
+                if held.running_requests or held.waiting_requests:
+                    typer.echo(f"{held.running_requests} running, {held.waiting_requests} waiting")
+            if states != {"drained"}:  # Ctrl-C
+                raise typer.Exit(1)
+            typer.echo("drained")
+        except grpc.RpcError as error:
+            raise connection.failure(error) from error
 
 
 def _get(connection: Connection) -> Iterator[admin_pb2.GetStatusResponse]:
@@ -122,5 +153,6 @@ def _cache_line(held: admin_pb2.SchedulerStatus) -> str:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command of this module."""
+    """Add the commands of this module."""
     app.command(cls=Command)(status)
+    app.command(cls=Command)(drain)

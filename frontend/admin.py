@@ -84,12 +84,17 @@ class AdminServicer:
         await answer(context, work)
 
     async def drain(self, request: Incoming[admin_pb2.DrainRequest], context: Context) -> admin_pb2.DrainResponse:
-        """Take no new requests from now on."""
+        """Take no new requests from now on, here at once and in the other frontends when the scheduler tells them."""
 
         async def work() -> admin_pb2.DrainResponse:
             known(request, admin_pb2.DrainRequest)
+            self._lifecycle.service_drains = True
             await self._lifecycle.drain()
-            num_running = len(self._client.streams) if self._client is not None else 0
+            client = self._client
+            num_running = await client.drain_service() if client is not None else None
+            if num_running is None:
+                # The next session of ours, or of another frontend, begins with it.
+                num_running = len(client.streams) if client is not None else 0
             return admin_pb2.DrainResponse(running_requests=num_running)
 
         return await answer(context, work)
@@ -102,6 +107,9 @@ class AdminServicer:
             # Looked at before the state is asked for: the last state is one of after the end.
             drained = self._lifecycle.drained
             status = await self._status()
+            drained = drained and all(
+                one.state == "drained" for one in status.processes if one.role == "frontend" and one.epoch
+            )
             if status != sent:
                 await context.write(admin_pb2.WatchStatusResponse(status=status))
                 sent = status
@@ -127,9 +135,9 @@ class AdminServicer:
         if report is not None:
             _add_report(response, report)
             for process in response.processes:
-                # The scheduler does not know: it would take requests of ours.
-                if draining and client is not None and process.boot_id == client.boot_id:
-                    process.state = "draining"
+                # The scheduler may not have heard of it yet.
+                if client is not None and process.boot_id == client.boot_id:
+                    process.state = self._lifecycle.state or process.state
             if client is not None and client.facts is not None:
                 response.scheduler.scheduling_policy = client.facts.scheduling_policy
                 response.scheduler.prefix_caching = client.facts.prefix_caching
@@ -156,8 +164,8 @@ class AdminServicer:
         return await answer(context, work)
 
     def _own_status(self, client: SchedulerClient | None) -> admin_pb2.ProcessStatus:
-        if self._lifecycle.draining:
-            state = "draining"
+        if self._lifecycle.state is not None:
+            state = self._lifecycle.state
         elif client is None:
             state = "loading"
         else:

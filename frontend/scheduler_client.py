@@ -25,9 +25,12 @@ from octavo.wire.ids import BootId
 from octavo.wire.peer import Peer, PeerEvent, PeerRefused, SessionBegan, SessionEnded, Waiting
 from octavo.wire.requests import (
     CancelRequest,
+    DrainBegun,
+    DrainService,
     FinishChoice,
     PrefixCacheReset,
     ResetPrefixCache,
+    ServiceDrains,
     StatusReport,
     StatusRequest,
     StepOutput,
@@ -43,7 +46,7 @@ MAX_OUTBOX_MESSAGES = 65536
 MAX_QUESTIONS = 64
 """Answers (status reports, resets of the prefix cache) awaited at one time."""
 
-Answer: TypeAlias = StatusReport | PrefixCacheReset
+Answer: TypeAlias = StatusReport | PrefixCacheReset | DrainBegun
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +68,8 @@ class SchedulerClient:
         facts: of the newest session, None before the first.
         reason: why steps cannot be made, '' while they can.
         check_facts: says why the model cannot be served with these facts, None if it can.
+        on_drain: called when the scheduler says that no frontend is to take new requests.
+        greetings: makes what the scheduler is to be told at the beginning of each session.
         refused: done when the scheduler, or this frontend, finds that the two can never work together; says why.
 
     Raises (on construction):
@@ -83,6 +88,8 @@ class SchedulerClient:
         self.facts: ServiceFacts | None = None  # of the newest session
         self.reason = "the scheduler cannot be reached yet"
         self.check_facts: Callable[[ServiceFacts], str | None] = lambda _facts: None
+        self.on_drain: Callable[[], None] = lambda: None
+        self.greetings: Callable[[], list[FromPeer]] = list
         self.streams = StreamTable(asyncio.get_running_loop())
         self.refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._config = config
@@ -169,7 +176,19 @@ class SchedulerClient:
         answer = await self._ask(ResetPrefixCache)
         return answer.num_blocks if isinstance(answer, PrefixCacheReset) else None
 
-    async def _ask(self, kind: type[StatusRequest] | type[ResetPrefixCache]) -> Answer | None:
+    async def drain_service(self) -> int | None:
+        """Make all frontends take no new requests; return how many requests have begun and not ended.
+
+        None: the scheduler did not answer in time or cannot be asked.
+        """
+        answer = await self._ask(DrainService)
+        return answer.num_requests if isinstance(answer, DrainBegun) else None
+
+    def tell(self, message: FromPeer) -> None:
+        """Send a message if there is a session."""
+        self._send(message)
+
+    async def _ask(self, kind: type[StatusRequest] | type[ResetPrefixCache] | type[DrainService]) -> Answer | None:
         if not self.epoch or len(self._questions) >= MAX_QUESTIONS:
             return None
         tag = self._next_tag
@@ -242,7 +261,9 @@ class SchedulerClient:
             self._on_session_ended(event.reason)
         elif isinstance(event, WorkerState):
             self._set_paused(None if event.ready else event.reason or "no worker is ready")
-        elif isinstance(event, StatusReport | PrefixCacheReset):
+        elif isinstance(event, ServiceDrains):
+            self.on_drain()
+        elif isinstance(event, StatusReport | PrefixCacheReset | DrainBegun):
             answer = self._questions.get(event.tag_id)
             if answer is not None and not answer.done():
                 answer.set_result(event)
@@ -269,6 +290,8 @@ class SchedulerClient:
         for stream in self.streams:
             if not stream.ended:
                 stream.begin(event.welcome.facts)
+        for message in self.greetings():
+            self._send(message)
         self._set_paused(None)
 
     def _on_session_ended(self, reason: str) -> None:

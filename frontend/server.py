@@ -25,7 +25,9 @@ from octavo.frontend.openai.app import make_app, make_private_app
 from octavo.frontend.scheduler_client import SchedulerClient
 from octavo.frontend.service import GenerationServicer
 from octavo.frontend.tokenizer_service import TOKENIZER_SERVICE, TokenizerServicer
+from octavo.wire.codec import FromPeer
 from octavo.wire.ids import new_boot_id
+from octavo.wire.requests import DrainService, FrontendDrains
 
 MIN_CLIENT_PING_INTERVAL_MS = 500
 """Clients that ping more often are cut off by gRPC; its own default would cut those that ping every second."""
@@ -61,6 +63,7 @@ class Frontend:
         self.client: SchedulerClient | None = None
         self.lifecycle = Lifecycle(self.begin_drain)
         self._drained: asyncio.Task[None] | None = None
+        self._drain_asked: asyncio.Task[None] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._executor = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="tokenizer")
         self._health = Health(config.served_model_names)
@@ -117,6 +120,8 @@ class Frontend:
         self._models.attach(model, client)
         self._tokenizer.attach(model)
         self._admin.attach(client)
+        client.on_drain = self._on_drain
+        client.greetings = self._greetings
         client.check_facts = lambda facts: check_vocabulary(model, facts.vocab_size)
         client.start()
 
@@ -125,6 +130,7 @@ class Frontend:
         if not self.lifecycle.draining:
             self.lifecycle.draining = True
             self._calls.refuse_new()
+            self._tell_drain()
             self._drained = asyncio.create_task(self._note_drained())
         await self._health.drain()
 
@@ -133,7 +139,7 @@ class Frontend:
         await self.begin_drain()
         try:
             await asyncio.wait_for(self.wait_idle(), self.config.grace_s)
-            self.lifecycle.set_drained()
+            self._set_drained()
         except TimeoutError:
             _log.warning("requests were still running after %g s of grace", self.config.grace_s)
 
@@ -147,8 +153,9 @@ class Frontend:
         if self.lifecycle.stopped:
             return
         self.lifecycle.set_stopped()
-        if self._drained is not None:
-            self._drained.cancel()
+        for task in (self._drained, self._drain_asked):
+            if task is not None:
+                task.cancel()
         self._calls.refuse_new()
         if self.client is not None:
             for stream in self.client.streams:
@@ -164,7 +171,28 @@ class Frontend:
 
     async def _note_drained(self) -> None:
         await self.wait_idle()
-        self.lifecycle.set_drained()
+        self._set_drained()
+
+    def _set_drained(self) -> None:
+        if not self.lifecycle.drained:
+            self.lifecycle.set_drained()
+            self._tell_drain()
+
+    def _on_drain(self) -> None:
+        """The whole service drains: this frontend was asked, or another one."""
+        if not self.lifecycle.service_drains:
+            self.lifecycle.service_drains = True
+            self._drain_asked = asyncio.create_task(self.begin_drain())
+
+    def _greetings(self) -> list[FromPeer]:
+        """Return what the scheduler must know of us; a new one has not heard of a drain."""
+        lifecycle = self.lifecycle
+        drains: list[FromPeer] = [FrontendDrains(lifecycle.drained)] if lifecycle.draining else []
+        return [*drains, DrainService()] if lifecycle.service_drains else drains
+
+    def _tell_drain(self) -> None:
+        if self.client is not None:
+            self.client.tell(FrontendDrains(self.lifecycle.drained))
 
     def _serve_http(self, app: ASGIApp, listener: socket.socket, has_tls: bool = True) -> None:
         server = HttpServer(self.config, app, STOP_GRACE_S, has_tls)

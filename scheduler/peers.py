@@ -16,6 +16,7 @@ class PeerRecord:
     session: Session
     hello: FrontendHello | WorkerHello
     last_heard: float
+    state: str = "ready"  # or draining, or drained
 
     @property
     def is_worker(self) -> bool:

@@ -23,7 +23,7 @@ from octavo.scheduler.sessions import Channel, Sessions
 from octavo.scheduler.trace import PlanTrace
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S
 from octavo.wire.ids import BootId, SessionId, new_session_id
-from octavo.wire.requests import ProcessInfo, StatusReport, StatusRequest
+from octavo.wire.requests import DrainBegun, DrainService, ProcessInfo, StatusReport, StatusRequest
 
 LOADING_SHOWN_S = 5 * HEARTBEAT_INTERVAL_S
 """A loading worker says Hello every second; one not heard for so long is reported no more."""
@@ -79,9 +79,12 @@ class Service:
         self.sessions.receive(now)
         self.sessions.keep_alive(now, self.core.has_outstanding_plans)
         happened = self._settle(now)
-        if requests := self.sessions.take_status_requests():
-            for peer, request in requests:
-                self._report(peer, request, now)
+        if questions := self.sessions.take_questions():
+            for peer, question in questions:
+                if isinstance(question, StatusRequest):
+                    self._report(peer, question, now)
+                else:
+                    self._drain(peer, question)
             happened = self._settle(now) or happened  # an asker that could not be answered has lost its session
         self._check_when_idle(now, happened)
 
@@ -140,6 +143,11 @@ class Service:
         if violation is not None:
             _log.error("the idle scheduler contradicts itself: %s", violation)
 
+    def _drain(self, peer: PeerRecord, question: DrainService) -> None:
+        self.sessions.begin_drain()
+        if question.tag_id is not None:
+            self.sessions.send(peer, DrainBegun(question.tag_id, self.core.figures.num_requests))
+
     def _report(self, peer: PeerRecord, request: StatusRequest, now: float) -> None:
         figures = self.core.figures
         report = StatusReport(
@@ -168,7 +176,7 @@ class Service:
         found = [ProcessInfo("scheduler", self._pid, self._boot_id, worker.session.id if worker else 0, state)]
         for peer in sessions.peers:
             role = "worker" if peer.is_worker else "frontend"
-            found.append(ProcessInfo(role, peer.hello.pid, peer.hello.boot_id, peer.session.id, "ready"))
+            found.append(ProcessInfo(role, peer.hello.pid, peer.hello.boot_id, peer.session.id, peer.state))
         if worker is None and (loading := sessions.loading) and now - loading[1] < LOADING_SHOWN_S:
             found.append(ProcessInfo("worker", loading[0].pid, loading[0].boot_id, 0, "loading"))
         elif worker is None and (lost := sessions.last_worker) is not None:

@@ -3,7 +3,7 @@ out as events."""
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeAlias
 
 from octavo.scheduler.config import ConfigConflict, SchedulerConfig, resolve_limits
 from octavo.scheduler.events import (
@@ -38,7 +38,16 @@ from octavo.wire.handshake import (
 )
 from octavo.wire.ids import BootId, SessionId, new_session_id
 from octavo.wire.plan import StepResult
-from octavo.wire.requests import CancelRequest, FinishChoice, ResetPrefixCache, StatusRequest, SubmitRequest
+from octavo.wire.requests import (
+    CancelRequest,
+    DrainService,
+    FinishChoice,
+    FrontendDrains,
+    ResetPrefixCache,
+    ServiceDrains,
+    StatusRequest,
+    SubmitRequest,
+)
 from octavo.wire.session import Session
 
 RECEIVE_LIMIT = 256
@@ -54,6 +63,9 @@ NO_WORKER = "no worker is ready"
 
 _LEFT = "it left: "
 """Begins the reason of a session that ended in good order."""
+
+Question: TypeAlias = StatusRequest | DrainService
+"""What the core is not asked, but whoever owns both."""
 
 _log = logging.getLogger(__name__)
 
@@ -95,13 +107,14 @@ class Sessions:
         self.facts: ServiceFacts | None = None
         self.loading: tuple[WorkerHello, float] | None = None  # a worker that was told to wait, and when
         self.last_worker: WorkerHello | None = None  # of the newest worker session, over or not
+        self.is_draining = False  # no frontend is to take new requests, those that come later included
         self.num_duplicate_hellos = 0
         self.num_strays = 0  # messages of sessions that do not exist
         self._config = config
         self._boot_id = boot_id
         self._new_session = new_session
         self._events: list[Event] = []
-        self._status_requests: list[tuple[PeerRecord, StatusRequest]] = []
+        self._questions: list[tuple[PeerRecord, Question]] = []
         self._early_frontends: dict[bytes, FrontendHello] = {}  # told to wait until the first worker is ready
         self._next_heartbeat = 0.0
         self._unknown_answers_left = MAX_UNKNOWN_ANSWERS
@@ -117,10 +130,18 @@ class Sessions:
         events, self._events = self._events, []
         return events
 
-    def take_status_requests(self) -> list[tuple[PeerRecord, StatusRequest]]:
-        """Take the unanswered requests for a report."""
-        requests, self._status_requests = self._status_requests, []
-        return requests
+    def take_questions(self) -> list[tuple[PeerRecord, Question]]:
+        """Take what has been asked and not answered."""
+        questions, self._questions = self._questions, []
+        return questions
+
+    def begin_drain(self) -> None:
+        """Tell all frontends to take no new requests, now and when they come."""
+        if not self.is_draining:
+            self.is_draining = True
+            _log.info("the service drains: %d frontends are told", len(self.peers.frontends))
+            for frontend in self.peers.frontends:
+                self.send(frontend, ServiceDrains())
 
     def receive(self, now: float) -> None:
         """Handle the messages that wait, up to RECEIVE_LIMIT."""
@@ -210,6 +231,8 @@ class Sessions:
             self._answer(identity, Wait(f"{self._config.max_frontends} frontends are connected, the limit"))
         else:
             peer = self._welcome(identity, hello, FrontendWelcome(self._boot_id, self.facts), now)
+            if peer is not None and self.is_draining:
+                self.send(peer, ServiceDrains())
             if peer is not None and self.peers.worker is None:
                 self.send(peer, WorkerState(False, NO_WORKER))
 
@@ -307,8 +330,10 @@ class Sessions:
                 self._events.append(ChoiceStopped(peer.session.id, message))
             case ResetPrefixCache() if not peer.is_worker:
                 self._events.append(CacheResetRequested(peer.session.id, message))
-            case StatusRequest() if not peer.is_worker:
-                self._status_requests.append((peer, message))
+            case StatusRequest() | DrainService() if not peer.is_worker:
+                self._questions.append((peer, message))
+            case FrontendDrains(drained) if not peer.is_worker:
+                peer.state = "drained" if drained else "draining"
             case _:
                 _break_contract(peer, message)
 

@@ -12,7 +12,15 @@ from google.protobuf.duration_pb2 import Duration
 
 from octavo.frontend import admin
 from octavo.v1 import admin_pb2 as pb
-from octavo.wire.requests import FinishReason, ProcessInfo, StatusReport, StatusRequest, SubmitRequest
+from octavo.wire.requests import (
+    FinishReason,
+    FrontendDrains,
+    ProcessInfo,
+    ServiceDrains,
+    StatusReport,
+    StatusRequest,
+    SubmitRequest,
+)
 from tests.support.frontend_client import EOF, WAIT_S, Service, collect, read, refusal, running_frontend
 from tests.support.scripted_scheduler import ScriptedScheduler
 
@@ -147,6 +155,7 @@ async def test_a_drain_lets_running_requests_end(service: Service, scheduler: Sc
     call = service.stream(text="x")
     request = await scheduler.next(SubmitRequest)
     scheduler.start_request(request)
+    scheduler.num_requests = 1
     async with reporting(scheduler) as set_running:
         watched = watch(service)
         assert (await next_status(watched)).ready
@@ -159,11 +168,16 @@ async def test_a_drain_lets_running_requests_end(service: Service, scheduler: Sc
         status = await next_status(watched)
         assert (status.ready, status.reason, status.processes[0].state) == (False, DRAINING, "draining")
         assert not watched.done()  # a request still runs
+        assert scheduler.drains == [FrontendDrains(drained=False)]
         set_running(0)
         scheduler.emit(request, list(b"all"), finish=FinishReason.LENGTH)
         assert (await collect(call)).text == {0: "all"}
-        assert (await next_status(watched)).scheduler.running_requests == 0
+        last = await next_status(watched)
+        while last.processes[0].state == "draining":
+            last = await next_status(watched)
+        assert last.scheduler.running_requests == 0
         assert await read(watched) is EOF
+        assert scheduler.drains == [FrontendDrains(drained=False), FrontendDrains(drained=True)]
         assert await watched.code() == Code.OK
     assert not service.frontend.lifecycle.stopped
 
@@ -174,11 +188,13 @@ async def test_the_asked_frontend_drains_whatever_the_scheduler_says(
     assert service.frontend.client is not None
     boot_ids = (service.frontend.client.boot_id, "another")
     await drain(service)
+    async with asyncio.timeout(WAIT_S):
+        await service.frontend.wait_idle()
     call = service.admin.GetStatus(pb.GetStatusRequest(), timeout=WAIT_S)
     asked = await scheduler.next(StatusRequest)
     processes = tuple(ProcessInfo("frontend", 7, boot_id, 1, "ready") for boot_id in boot_ids)
     scheduler.send(StatusReport(asked.tag_id, processes, 0, 0, 64, 64, 16, 7, 0))
-    assert [process.state for process in (await call).processes] == ["draining", "ready"]
+    assert [process.state for process in (await call).processes] == ["drained", "ready"]
 
 
 async def test_to_drain_twice_changes_nothing(service: Service, scheduler: ScriptedScheduler) -> None:
@@ -201,6 +217,46 @@ async def test_a_frontend_can_drain_before_it_serves(tiny_model: Path, address: 
             await scheduler.session_begun()
             await service.until_health(serving=False)
             assert (await refusal(service.ask(text="x"))).reason == "DRAINING"
+
+
+async def test_a_watch_waits_for_the_other_frontends(service: Service, scheduler: ScriptedScheduler) -> None:
+    await drain(service)
+    call = watch(service)
+    for state in ("ready", "draining", "drained"):
+        asked = await scheduler.next(StatusRequest)
+        other = ProcessInfo("frontend", 7, "another", 1, state)
+        scheduler.send(StatusReport(asked.tag_id, (other,), 0, 0, 64, 64, 16, 7, 0))
+        status = await next_status(call)
+        assert [process.state for process in status.processes if process.boot_id == "another"] == [state]
+    assert await read(call) is EOF
+    assert await call.code() == Code.OK
+
+
+async def test_another_frontend_was_asked_to_drain_the_service(service: Service, scheduler: ScriptedScheduler) -> None:
+    scheduler.send(ServiceDrains())
+    await service.until_health(serving=False)
+    assert (await refusal(service.ask(text="x"))).reason == "DRAINING"
+    scheduler.vanish()
+    scheduler.start()  # one that nobody has told
+    await scheduler.session_begun()
+    async with asyncio.timeout(WAIT_S):
+        await scheduler.until(lambda: scheduler.num_drains == 1)
+    assert scheduler.drains[-1] == FrontendDrains(drained=True)
+
+
+async def test_a_frontend_that_ends_alone_does_not_drain_the_others(
+    service: Service, scheduler: ScriptedScheduler
+) -> None:
+    await service.frontend.drain()
+    await scheduler.until(lambda: len(scheduler.drains) == 2)
+    scheduler.vanish()
+    scheduler.start()
+    await scheduler.session_begun()
+    await scheduler.until(lambda: len(scheduler.drains) == 3)
+    call = service.admin.GetStatus(pb.GetStatusRequest(), timeout=WAIT_S)
+    await report(scheduler, 0)
+    await call
+    assert scheduler.num_drains == 0
 
 
 async def test_a_watch_ends_unavailable_when_the_frontend_stops(service: Service, scheduler: ScriptedScheduler) -> None:

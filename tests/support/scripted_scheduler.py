@@ -16,11 +16,15 @@ from octavo.wire.ids import new_session_id
 from octavo.wire.requests import (
     ChoiceFinished,
     ChoiceLogprobs,
+    DrainBegun,
+    DrainService,
     FailureCode,
     FinishChoice,
     FinishReason,
+    FrontendDrains,
     RequestFailed,
     RequestStarted,
+    ServiceDrains,
     StepOutput,
     SubmitRequest,
 )
@@ -47,6 +51,9 @@ class ScriptedScheduler:
         self.refusal: str | None = None
         self.hellos: list[FrontendHello] = []
         self.num_heartbeats = 0
+        self.num_requests = 0  # what it says to a drain
+        self.drains: list[FrontendDrains] = []
+        self.num_drains = 0
         self._address = address
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._loop = asyncio.get_running_loop()
@@ -98,6 +105,10 @@ class ScriptedScheduler:
     async def session_begun(self) -> None:
         """Wait for a frontend."""
         await self._wait(lambda: self._session is not None)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something is so that only a message can make so."""
+        await self._wait(condition)
 
     async def session_over(self) -> None:
         """Wait until the frontend has left."""
@@ -213,5 +224,13 @@ class ScriptedScheduler:
             self.num_heartbeats += 1
         elif isinstance(message, Goodbye):
             self._session = None
+        elif isinstance(message, FrontendDrains):
+            self.drains.append(message)
+        elif isinstance(message, DrainService):
+            self.num_drains += 1
+            if message.tag_id is not None:
+                self._channel.send(identity, ServiceDrains(), self._session.id, self._session.next_number())
+                answer = DrainBegun(message.tag_id, self.num_requests)
+                self._channel.send(identity, answer, self._session.id, self._session.next_number())
         else:
             self._received.append(message)

@@ -22,6 +22,7 @@ class FakeService(rpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServ
     def __init__(self) -> None:
         self.inputs: list[pb.GenerationInput] = []
         self.num_resets = 0
+        self.num_drains = 0
         self.refusal = ""
         self.status = admin_pb2.GetStatusResponse(models=["tiny"], ready=True, max_model_len=64)
         self.history: list[admin_pb2.GetStatusResponse] = []
@@ -54,7 +55,8 @@ class FakeService(rpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServ
             context.abort(grpc.StatusCode.UNAVAILABLE, self.refusal)
 
     def Drain(self, request: admin_pb2.DrainRequest, context: grpc.ServicerContext) -> admin_pb2.DrainResponse:
-        raise NotImplementedError  # no command drains
+        self.num_drains += 1
+        return admin_pb2.DrainResponse(running_requests=2)
 
     def ResetPrefixCache(
         self, request: admin_pb2.ResetPrefixCacheRequest, context: grpc.ServicerContext
@@ -210,3 +212,21 @@ def test_where_nothing_answers_the_hint_would_help(address: str, words: str) -> 
             return "failed to connect to all addresses"
 
     assert str(failure(address, Unreachable())).endswith(words)
+
+
+def test_drain_says_what_still_runs(service: FakeService) -> None:
+    done = run(service, "drain")
+    assert (done.exit_code, done.output) == (0, "the service drains; requests that have begun: 2\n")
+    assert (service.num_drains, service.watches) == (1, [])
+
+
+@pytest.mark.parametrize(("last", "exit_code", "words"), [("drained", 0, "drained\n"), ("draining", 1, "")])
+def test_drain_waits_for_the_last_request(service: FakeService, last: str, exit_code: int, words: str) -> None:
+    for running, state in ((2, "draining"), (0, last)):
+        status = admin_pb2.GetStatusResponse(scheduler=admin_pb2.SchedulerStatus(running_requests=running))
+        status.processes.add(role="frontend", state="drained")
+        status.processes.add(role="frontend", state=state)
+        service.history.append(status)
+    done = run(service, "drain", "--wait")
+    assert done.exit_code == exit_code
+    assert done.output == "the service drains; requests that have begun: 2\n2 running, 0 waiting\n" + words

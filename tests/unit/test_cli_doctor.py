@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from octavo.cli import doctor
 from octavo.cli.main import build
+from tests.support import service
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,7 @@ def machine(tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("octavo.cli.doctor.shutil.disk_usage", lambda _: SimpleNamespace(free=9 * 2**30))
     monkeypatch.setattr("octavo.cli.doctor.resource.getrlimit", lambda _: (1024, 4096))
     monkeypatch.setenv("OCTAVO_GRPC_PORT", str(free_port))
+    monkeypatch.setenv("OCTAVO_HTTP_PORT", str(service.free_port()))
 
 
 def examine() -> tuple[int, dict[str, tuple[str, str]]]:
@@ -47,17 +49,21 @@ def test_all_is_well() -> None:
         "GPU",
         "models",
         "sockets",
-        "port",
+        "gRPC port",
+        "HTTP port",
         "open files",
     ]
 
 
-def test_a_port_in_use_is_a_warning(free_port: int) -> None:
+@pytest.mark.parametrize("door", ["gRPC", "HTTP"])
+def test_a_port_in_use_is_a_warning(free_port: int, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"OCTAVO_{door.upper()}_PORT", str(free_port))
+    monkeypatch.setenv("OCTAVO_GRPC_PORT" if door == "HTTP" else "OCTAVO_HTTP_PORT", str(service.free_port()))
     with socket.create_server(("127.0.0.1", free_port)):
         code, findings = examine()
     assert code == 0
-    assert findings["port"][0] == "WARN"
-    assert "--grpc-port" in findings["port"][1]
+    assert findings[f"{door} port"][0] == "WARN"
+    assert findings[f"{door} port"][1].endswith(f"Address already in use; choose another with --{door.lower()}-port")
 
 
 def test_an_open_runtime_folder_is_a_failure(tmp_path: Path) -> None:

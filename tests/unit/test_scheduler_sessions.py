@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.errors import InvariantViolation
@@ -38,7 +39,14 @@ from octavo.wire.handshake import (
     WorkerWelcome,
 )
 from octavo.wire.ids import BootId, SessionId
-from octavo.wire.requests import CancelRequest, ResetPrefixCache, StatusRequest
+from octavo.wire.requests import (
+    CancelRequest,
+    DrainService,
+    FrontendDrains,
+    ResetPrefixCache,
+    ServiceDrains,
+    StatusRequest,
+)
 from tests.support.fake_frontend import make_submit
 
 FRONTEND_HELLO = FrontendHello(PROTOCOL_VERSION, "digest", "f", 1)
@@ -130,6 +138,37 @@ def test_a_frontend_that_came_early_is_welcomed_when_the_worker_is_ready() -> No
         (b"w", WorkerWelcome),
         (b"f", FrontendWelcome),
     ]
+
+
+def test_a_drain_reaches_all_frontends_and_those_that_come_later(stage: Stage) -> None:
+    stage.hello(b"g", replace(FRONTEND_HELLO, boot_id="g"))
+    stage.take_sent()
+    stage.say(b"g", DrainService(7))
+    ((asker, question),) = stage.sessions.take_questions()
+    assert (asker.identity, question) == (b"g", DrainService(7))
+    assert stage.sessions.take_questions() == []
+    stage.sessions.begin_drain()
+    assert stage.take_sent() == [(b"f", ServiceDrains()), (b"g", ServiceDrains())]
+    stage.sessions.begin_drain()  # twice is as good as once
+    assert stage.take_sent() == []
+    stage.hello(b"h", replace(FRONTEND_HELLO, boot_id="h"))
+    assert [type(message) for _, message in stage.take_sent()] == [FrontendWelcome, ServiceDrains]
+    assert stage.events() == []
+
+
+def test_frontends_say_how_far_they_have_drained(stage: Stage) -> None:
+    (frontend,) = stage.sessions.peers.frontends
+    assert frontend.state == "ready"
+    for drained, state in ((False, "draining"), (True, "drained")):
+        stage.say(b"f", FrontendDrains(drained))
+        assert frontend.state == state
+
+
+@pytest.mark.parametrize("message", [DrainService(1), FrontendDrains(True)])
+def test_a_worker_cannot_drain(stage: Stage, message: FromPeer) -> None:
+    stage.say(b"w", message)
+    assert isinstance(stage.events()[0], WorkerLost)
+    assert not stage.sessions.is_draining
 
 
 def test_heartbeats_go_out_once_an_interval_and_to_all(stage: Stage) -> None:

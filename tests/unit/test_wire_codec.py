@@ -15,9 +15,13 @@ from octavo.wire.handshake import FrontendHello, Heartbeat, WorkerFacts, WorkerH
 from octavo.wire.plan import FLAG_SAMPLE, NewRow, RowLogprobs, RowSampling, StepPlan, StepResult
 from octavo.wire.requests import (
     ChoiceFinished,
+    DrainBegun,
+    DrainService,
     FinishReason,
+    FrontendDrains,
     PrefixCacheReset,
     ResetPrefixCache,
+    ServiceDrains,
     StepOutput,
     SubmitRequest,
 )
@@ -102,6 +106,9 @@ CACHED = msgspec.structs.replace(SUBMIT, caller="c", priority=-(2**31), prefix_r
         SUBMIT,
         CACHED,
         ResetPrefixCache(3),
+        DrainService(3),
+        DrainService(),
+        FrontendDrains(drained=True),
         FrontendHello(1, "d", "b", 1),
         WorkerHello(1, "d", "b", 2, 0, WorkerFacts(9, 16, 100, 64, 4, 64, "cpu", "cpu", "float32")),
         RESULT,
@@ -114,7 +121,15 @@ def test_messages_of_peers_round_trip(message: codec.FromPeer) -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [PLAN, msgspec.structs.replace(PLAN, **COPIES, **FORKS), OUTPUT, PrefixCacheReset(3, 17), Heartbeat()],
+    [
+        PLAN,
+        msgspec.structs.replace(PLAN, **COPIES, **FORKS),
+        OUTPUT,
+        PrefixCacheReset(3, 17),
+        DrainBegun(3, 2),
+        ServiceDrains(),
+        Heartbeat(),
+    ],
 )
 def test_messages_of_the_scheduler_round_trip(message: codec.FromScheduler) -> None:
     assert codec.decode_from_scheduler(codec.encode(message, 2**63 - 1, 1)) == ((2**63 - 1, 1), message)

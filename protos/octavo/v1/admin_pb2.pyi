@@ -157,7 +157,9 @@ class DrainResponse(_message.Message):
 
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
-    """Requests that have begun and not ended, as far as they have been checked and handed to the scheduler."""
+    """Requests of all frontends that have begun and not ended, as far as they have been checked and handed to the
+    scheduler; while that cannot be reached, those of the asked frontend.
+    """
     def __init__(
         self,
         *,
@@ -193,7 +195,7 @@ class ProcessStatus(_message.Message):
     Logs and `octavo status` write it in hexadecimal.
     """
     state: _builtins.str
-    """connecting, loading, ready, draining or lost."""
+    """connecting, loading, ready, draining, drained (draining, and no request runs) or lost."""
     def __init__(
         self,
         *,

@@ -70,8 +70,8 @@ class AdminServiceServicer:
 
     def WatchStatus(self, request, context):
         """WatchStatus returns the state of the service at once, and then whenever it has changed since the last message, at
-        most once an interval. It goes on while the service drains. When it has drained and no request runs any more, the
-        last state is sent and the stream ends OK; when the frontend stops before that it ends UNAVAILABLE. At most 16
+        most once an interval. It goes on while the service drains. When all frontends have drained and no request runs any
+        more, the last state is sent and the stream ends OK; when the frontend stops before that it ends UNAVAILABLE. At most 16
         watches run in a frontend at one time; more are RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -83,8 +83,8 @@ class AdminServiceServicer:
         NOT_SERVING. Requests that have begun go on to their end, however long that takes. Only a restart of the service
         undoes it; to drain twice changes nothing. It returns at once: WatchStatus ends when the last request has ended.
 
-        A service has one frontend, so that the asked frontend is all of it. Frontends that share a scheduler but were
-        started by hand are each drained alone.
+        The scheduler tells all frontends, and those that start later while the service drains. While it cannot be reached
+        the asked frontend alone drains; the others do when they are in session again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,8 +37,8 @@ class AdminServiceStub:
     """GetStatus returns the processes of the service, its queues and its blocks."""
     WatchStatus: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchStatusRequest, _admin_pb2.WatchStatusResponse]
     """WatchStatus returns the state of the service at once, and then whenever it has changed since the last message, at
-    most once an interval. It goes on while the service drains. When it has drained and no request runs any more, the
-    last state is sent and the stream ends OK; when the frontend stops before that it ends UNAVAILABLE. At most 16
+    most once an interval. It goes on while the service drains. When all frontends have drained and no request runs any
+    more, the last state is sent and the stream ends OK; when the frontend stops before that it ends UNAVAILABLE. At most 16
     watches run in a frontend at one time; more are RESOURCE_EXHAUSTED.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
@@ -46,8 +46,8 @@ class AdminServiceStub:
     NOT_SERVING. Requests that have begun go on to their end, however long that takes. Only a restart of the service
     undoes it; to drain twice changes nothing. It returns at once: WatchStatus ends when the last request has ended.
 
-    A service has one frontend, so that the asked frontend is all of it. Frontends that share a scheduler but were
-    started by hand are each drained alone.
+    The scheduler tells all frontends, and those that start later while the service drains. While it cannot be reached
+    the asked frontend alone drains; the others do when they are in session again.
     """
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheRequest, _admin_pb2.ResetPrefixCacheResponse]
     """ResetPrefixCache forgets all cached prefixes, so that no later request finds what was computed before; running
@@ -63,8 +63,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """GetStatus returns the processes of the service, its queues and its blocks."""
     WatchStatus: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchStatusRequest, _admin_pb2.WatchStatusResponse]  # type: ignore[assignment]
     """WatchStatus returns the state of the service at once, and then whenever it has changed since the last message, at
-    most once an interval. It goes on while the service drains. When it has drained and no request runs any more, the
-    last state is sent and the stream ends OK; when the frontend stops before that it ends UNAVAILABLE. At most 16
+    most once an interval. It goes on while the service drains. When all frontends have drained and no request runs any
+    more, the last state is sent and the stream ends OK; when the frontend stops before that it ends UNAVAILABLE. At most 16
     watches run in a frontend at one time; more are RESOURCE_EXHAUSTED.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
@@ -72,8 +72,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     NOT_SERVING. Requests that have begun go on to their end, however long that takes. Only a restart of the service
     undoes it; to drain twice changes nothing. It returns at once: WatchStatus ends when the last request has ended.
 
-    A service has one frontend, so that the asked frontend is all of it. Frontends that share a scheduler but were
-    started by hand are each drained alone.
+    The scheduler tells all frontends, and those that start later while the service drains. While it cannot be reached
+    the asked frontend alone drains; the others do when they are in session again.
     """
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheRequest, _admin_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """ResetPrefixCache forgets all cached prefixes, so that no later request finds what was computed before; running
@@ -98,8 +98,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchStatusResponse], _abc.AsyncIterator[_admin_pb2.WatchStatusResponse]]:
         """WatchStatus returns the state of the service at once, and then whenever it has changed since the last message, at
-        most once an interval. It goes on while the service drains. When it has drained and no request runs any more, the
-        last state is sent and the stream ends OK; when the frontend stops before that it ends UNAVAILABLE. At most 16
+        most once an interval. It goes on while the service drains. When all frontends have drained and no request runs any
+        more, the last state is sent and the stream ends OK; when the frontend stops before that it ends UNAVAILABLE. At most 16
         watches run in a frontend at one time; more are RESOURCE_EXHAUSTED.
         """
 
@@ -113,8 +113,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         NOT_SERVING. Requests that have begun go on to their end, however long that takes. Only a restart of the service
         undoes it; to drain twice changes nothing. It returns at once: WatchStatus ends when the last request has ended.
 
-        A service has one frontend, so that the asked frontend is all of it. Frontends that share a scheduler but were
-        started by hand are each drained alone.
+        The scheduler tells all frontends, and those that start later while the service drains. While it cannot be reached
+        the asked frontend alone drains; the others do when they are in session again.
         """
 
     @_abc_1.abstractmethod

@@ -28,6 +28,8 @@ FromFrontend: TypeAlias = (
     | requests.FinishChoice
     | requests.StatusRequest
     | requests.ResetPrefixCache
+    | requests.DrainService
+    | requests.FrontendDrains
 )
 FromWorker: TypeAlias = handshake.WorkerHello | handshake.Heartbeat | handshake.Goodbye | plan.StepResult
 FromPeer: TypeAlias = FromFrontend | FromWorker
@@ -42,6 +44,8 @@ ToFrontend: TypeAlias = (
     | requests.StepOutput
     | requests.StatusReport
     | requests.PrefixCacheReset
+    | requests.DrainBegun
+    | requests.ServiceDrains
 )
 ToWorker: TypeAlias = (
     handshake.WorkerWelcome

@@ -114,6 +114,29 @@ class PrefixCacheReset(msgspec.Struct, frozen=True, array_like=True, tag="prefix
     num_blocks: Int31  # that could be found until then
 
 
+class DrainService(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
+    """All frontends are to take no new requests; ServiceDrains goes to each of them, those that come later included."""
+
+    tag_id: Int31 | None = None  # comes back in DrainBegun; None: no answer is wanted
+
+
+class DrainBegun(msgspec.Struct, frozen=True, array_like=True, tag="drain-begun"):
+    """All frontends in session have been told."""
+
+    tag_id: Int31
+    num_requests: Int31  # that have begun and not ended
+
+
+class ServiceDrains(msgspec.Struct, frozen=True, array_like=True, tag="service-drains"):
+    """The frontend is to take no new requests any more. Only a new scheduler that nobody tells of the drain forgets it."""
+
+
+class FrontendDrains(msgspec.Struct, frozen=True, array_like=True, tag="frontend-drains"):
+    """The frontend takes no new requests any more, for whatever reason; no answer follows."""
+
+    drained: bool  # nor does it have any
+
+
 class ProcessInfo(msgspec.Struct, frozen=True, array_like=True):
     """One process of the service, as the scheduler knows it."""
 
@@ -121,7 +144,7 @@ class ProcessInfo(msgspec.Struct, frozen=True, array_like=True):
     pid: NonNegative
     boot_id: str
     epoch: NonNegative
-    state: str  # connecting, loading, ready, draining or lost
+    state: str  # connecting, loading, ready, draining, drained or lost
 
 
 class StatusReport(msgspec.Struct, frozen=True, array_like=True, tag="status"):
