@@ -157,8 +157,7 @@ class GrpcDoor:
 
     async def close(self) -> None:
         """Close the connections."""
-        for connection in self._connections:
-            await connection.close()
+        await asyncio.gather(*(connection.close() for connection in self._connections))
 
 
 class HttpDoor:
@@ -204,8 +203,7 @@ class HttpDoor:
 
     async def close(self) -> None:
         """Close the connections; those of failed calls are closed already."""
-        for connection in self._idle:
-            await connection.close()
+        await asyncio.gather(*(connection.close() for connection in self._idle))
 
     async def _connect(self) -> HttpConnection:
         return await connect(HttpConnection, self._job.target.host, self._job.target.port, self._tls)

@@ -9,6 +9,8 @@ OnMessage = Callable[[bytes], None]
 """Takes one whole message of an answer, while it comes."""
 
 CONNECT_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 1.0
+"""How long the server may take to say in TLS that it has heard of the end."""
 
 P = TypeVar("P", bound=asyncio.Protocol)
 
@@ -43,7 +45,8 @@ async def connect(make: Callable[[], P], host: str, port: int, tls: ssl.SSLConte
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            _, protocol = await loop.create_connection(make, host, port, ssl=tls)
+            end_s = None if tls is None else CLOSE_TIMEOUT_S
+            _, protocol = await loop.create_connection(make, host, port, ssl=tls, ssl_shutdown_timeout=end_s)
     except TimeoutError as error:
         raise ConnectionLost(f"{host}:{port} did not answer within {CONNECT_TIMEOUT_S:g} s") from error
     except OSError as error:  # of TLS as well

@@ -4,14 +4,21 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from octavo.cli.bench_serve_client import tls_context
 from octavo.cli.bench_serve_h2 import H2Connection, request_headers
 from octavo.cli.bench_serve_http import HttpConnection
+from octavo.cli.bench_serve_job import Target
 from octavo.cli.bench_serve_transport import CallFailed, ConnectionLost, connect
+from octavo.frontend.config import FrontendConfig
+from octavo.frontend.server import Frontend
+from octavo.frontend.tls import TlsFiles
 from octavo.v1 import generation_pb2 as pb
 from octavo.wire.requests import CancelRequest, FailureCode, FinishReason, SubmitRequest
+from tests.support.certificates import make_authority
 from tests.support.frontend_client import WAIT_S, parse
 from tests.support.http_client import Doors, running_doors
 from tests.support.scripted_scheduler import ScriptedScheduler
@@ -127,6 +134,49 @@ async def test_errors_over_http_have_their_statuses(doors: Doors, scheduler: Scr
     scheduler.fail(request, FailureCode.INTERNAL, "logits")
     with pytest.raises(CallFailed, match=r"incomplete"):
         await call
+
+
+async def test_both_doors_over_mutual_tls(
+    tiny_model: Path, scheduler: ScriptedScheduler, address: str, tmp_path: Path
+) -> None:
+    authority = make_authority(tmp_path, "authority")
+    certificate, key = map(str, authority.issue("both"))
+    files = TlsFiles(Path(certificate), Path(key), authority.certificate)
+    config = FrontendConfig(tiny_model, ("tiny",), address, grpc_port=0, http_port=0, tls=files)
+    frontend = Frontend(config)
+    await frontend.start()
+    try:
+        await frontend.load()
+        await scheduler.session_begun()
+        trusted: dict[str, Any] = {
+            "is_tls": True,
+            "tls_ca": str(authority.certificate),
+            "tls_cert": certificate,
+            "tls_key": key,
+        }
+        over_grpc = Target("grpc", HOST, frontend.port, STREAM, "tiny", **trusted)
+        connection = await connect(H2Connection, HOST, frontend.port, tls_context(over_grpc, "h2"))
+        events: list[bytes] = []
+        call = asyncio.create_task(
+            connection.call(request_headers("x", STREAM, is_tls=True), message(text="x"), events.append)
+        )
+        scheduler.answer(await scheduler.next(SubmitRequest), [TEXT], FinishReason.LENGTH)
+        await asyncio.wait_for(call, WAIT_S)
+        await connection.close()
+        assert events
+        assert frontend.http_port is not None
+        over_http = Target("http", HOST, frontend.http_port, "/v1/completions", "tiny", **trusted)
+        posted = await connect(HttpConnection, HOST, frontend.http_port, tls_context(over_http, "http/1.1"))
+        body = json.dumps({"model": "tiny", "prompt": "x", "stream": True}).encode()
+        post = asyncio.create_task(posted.post("x", "/v1/completions", (), body, events.append))
+        scheduler.answer(await scheduler.next(SubmitRequest), [TEXT], FinishReason.LENGTH)
+        await asyncio.wait_for(post, WAIT_S)
+        await posted.close()
+        with pytest.raises(ConnectionLost, match="certificate"):
+            untrusted = Target("http", HOST, frontend.http_port, "/", "tiny", is_tls=True)
+            await connect(HttpConnection, HOST, frontend.http_port, tls_context(untrusted, "http/1.1"))
+    finally:
+        await frontend.stop()
 
 
 async def test_nobody_listens(unused_tcp_port: int) -> None:
