@@ -12,7 +12,9 @@ from google.protobuf.message import Message
 from octavo.frontend.bad_words import check_bad_words, with_bad_words
 from octavo.frontend.budget import ByteBudget
 from octavo.frontend.config import FrontendConfig
+from octavo.frontend.constraint import Constraint
 from octavo.frontend.errors import DeadlineExceeded, Draining, ModelNotFound, TooManyStreams, Unavailable
+from octavo.frontend.grammars import Grammars
 from octavo.frontend.journal import Journal
 from octavo.frontend.large_messages import Unread
 from octavo.frontend.metadata import read_authorization, read_caller, read_request_id, read_trace
@@ -90,6 +92,7 @@ class Calls:
         self.budget = ByteBudget(max(config.max_unread_bytes, config.max_message_bytes))
         self._model: ModelFiles | None = None
         self._client: SchedulerClient | None = None
+        self._grammars: Grammars | None = None
         self._draining = False
         self._num_calls = 0
         self._idle = asyncio.Event()
@@ -98,10 +101,16 @@ class Calls:
     def attach(self, model: ModelFiles, client: SchedulerClient) -> None:
         """Begin to serve: the model has been read."""
         self._model, self._client = model, client
+        self._grammars = Grammars(self.config.model_path, model.eos_ids)
 
     def refuse_new(self) -> None:
         """Take no further requests."""
         self._draining = True
+
+    async def close(self) -> None:
+        """Let go of what calls need beside their streams."""
+        if self._grammars is not None:
+            await self._grammars.close()
 
     async def wait_idle(self) -> None:
         """Wait until no call is running."""
@@ -186,13 +195,15 @@ class Calls:
         model, client = self.admit(request.model)
         bounds = self.bounds()
         check_prompt_form(request, bounds, model.tokenizer.max_prompt_bytes(bounds.max_model_len))
-        resolve = _prompt_work(request, check_params(request, bounds), bounds, model)
+        params = check_params(request, bounds)
+        resolve = _prompt_work(request, params, bounds, model)
+        grammar = await self._compile(params.constraint)
         facts = client.facts
         # Not to learn from a fast answer what the holder of another key has asked.
         tenant = "" if self.config.share_prefix_cache else context.identity
 
         def work() -> Journal:
-            journal = Journal(resolve(), model.digest, context.caller, context.trace, tenant)
+            journal = Journal(resolve(), model.digest, context.caller, context.trace, tenant, grammar)
             if facts is not None:
                 journal.hash_prompt(facts)
             return journal
@@ -200,6 +211,18 @@ class Calls:
         if request.ByteSize() <= MAX_INLINE_BYTES:
             return Checked(work(), model, client)
         return Checked(await asyncio.get_running_loop().run_in_executor(self.executor, work), model, client)
+
+    async def _compile(self, constraint: Constraint | None) -> bytes:
+        """Return the grammar that a request's text must follow, as it travels; empty: it need not.
+
+        Raises:
+            ServiceError: there is none, or it cannot be had at the moment.
+        """
+        if constraint is None:
+            return b""
+        if self._grammars is None:
+            raise Unavailable("the model is being loaded")
+        return await self._grammars.compile(constraint)
 
     @contextmanager
     def begun(

@@ -22,10 +22,17 @@ class Journal:
         caller: whom the request counts against.
         trace: traceparent, for logs.
         tenant: with whose requests alone this one shares its prefixes, '' for all that have none.
+        grammar: what each choice must be, compiled; empty: anything.
     """
 
     def __init__(
-        self, call: GenerationCall, model_digest: str, caller: str = "", trace: str = "", tenant: str = ""
+        self,
+        call: GenerationCall,
+        model_digest: str,
+        caller: str = "",
+        trace: str = "",
+        tenant: str = "",
+        grammar: bytes = b"",
     ) -> None:
         self.call = call
         self.outputs = [array("i") for _ in range(call.params.num_choices)]
@@ -35,6 +42,7 @@ class Journal:
         self._keyed_block_size = 0  # of _prefix_keys; 0: there are none yet
         self._caller = caller
         self._trace = trace
+        self._grammar = grammar
         self.is_started = False  # a plan has named it: from then on it must not be refused for load, replayed or not
 
     @property
@@ -79,4 +87,5 @@ class Journal:
             priority=call.params.priority if facts.takes_priorities else 0,
             prefix_root=self._prefix_root if facts.prefix_caching else b"",
             prefix_keys=self._prefix_keys if facts.prefix_caching else b"",
+            grammar=self._grammar,
         )

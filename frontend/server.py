@@ -161,6 +161,7 @@ class Frontend:
             for stream in self.client.streams:
                 stream.fail(Unavailable("the frontend has stopped"))
         await asyncio.gather(self._server.stop(STOP_GRACE_S), *(server.stop() for server in self._http))
+        await self._calls.close()
         if self.config.private_socket:
             remove_socket(self.config.private_socket)
         if self.client is not None:

@@ -13,7 +13,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from octavo.frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from octavo.frontend.vocabulary import BytePieces, read_rules
+from octavo.frontend.vocabulary import BytePieces
+from octavo.wire.vocabulary import read_rules
 
 SHRINK_FACTOR = 4
 """How much shorter a text may become by a tokenizer's normalizer, for the limit on a prompt's bytes."""

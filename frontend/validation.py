@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from octavo.frontend.config import FrontendConfig
-from octavo.frontend.constraint import Constraint
+from octavo.frontend.constraint import Constraint, check_ending, read_constraint
 from octavo.frontend.errors import ContextLengthExceeded, InvalidArgument
 from octavo.frontend.model import SamplingDefaults
 from octavo.frontend.stopping import check_stop_strings, check_time_limit, check_token_limits
@@ -129,6 +129,9 @@ def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParam
     _check_priority(request.priority, bounds)
     _check_cache_salt(request.cache_salt)
     ending_ids = frozenset(stop_ids if stopping.ignore_eos else (*stop_ids, *bounds.eos_ids))
+    constraint = read_constraint(request.constraint) if request.HasField("constraint") else None
+    if constraint is not None:
+        check_ending(constraint, stopping, sampling, bounds.eos_ids)
     return GenerationParams(
         num_choices=num_choices,
         sampling=_row_sampling(sampling, bounds, min_tokens, ending_ids, -1 if logprobs is None else logprobs),
@@ -145,6 +148,7 @@ def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParam
         priority=request.priority,
         cache_salt=request.cache_salt,
         time_limit_s=check_time_limit(stopping),
+        constraint=constraint,
     )
 
 
@@ -259,6 +263,8 @@ def _submessages(request: pb.GenerationInput) -> list[tuple[str, Message]]:
     for name in ("sampling", "stopping", "constraint", "output", "chat", "token_ids"):
         if request.HasField(name):
             found.append((f"input.{name}", getattr(request, name)))
+    if request.constraint.HasField("choice"):
+        found.append(("input.constraint.choice", request.constraint.choice))
     if request.HasField("chat"):
         found += [(f"input.chat.messages[{i}]", m) for i, m in enumerate(request.chat.messages)]
     return found

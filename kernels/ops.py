@@ -88,6 +88,10 @@ class Ops(Protocol):
         """Forbid every id of the named rows that no pair (row, id) names, in place."""
         ...
 
+    def apply_token_mask(self, logits: Tensor, rows: Tensor, words: Tensor) -> None:
+        """Forbid in rows [G] every id whose bit of words [G, W] int32 is not set, in place."""
+        ...
+
     def apply_logit_bias(self, logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
         """Add values at (row, id) pairs, in place."""
         ...

@@ -31,6 +31,17 @@ def apply_allowed(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
     logits[rows, ids] = kept
 
 
+def apply_token_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """Set to -inf, in the rows [G] int64 (each once) of logits [S, V], the ids whose bit is not set. In place.
+
+    Bit i of words[g, j], int32 [G, W], stands for id 32 j + i; ids beyond the words have no bit.
+    """
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    allowed = ((words[:, :, None] >> bits) & 1).flatten(1).bool()
+    allowed = torch.nn.functional.pad(allowed, (0, max(0, logits.shape[1] - allowed.shape[1])))[:, : logits.shape[1]]
+    logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
+
+
 def apply_logit_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
     """Add values [n] fp32 (finite, or -inf to forbid) at (rows [n], ids [n]) int64 of logits [S, V]. In place."""
     logits.index_put_((rows, ids), values, accumulate=True)

@@ -7,6 +7,9 @@ from octavo.wire.columns import column_length, unpack_ints
 from octavo.wire.prefix import split_keys
 from octavo.wire.requests import FailureCode, RequestFailed, SubmitRequest
 
+MAX_GRAMMAR_BYTES = 256 * 2**20
+"""Of all different grammars of live requests."""
+
 RETRY_AFTER_S = 1.0
 """When a caller that was turned away for load should come back."""
 
@@ -20,10 +23,22 @@ def refusal(
         return RequestFailed(message.handle, FailureCode.INVALID, reason)
     if (reason := _queue_error(message, limits, config, requests)) is not None:
         return RequestFailed(message.handle, FailureCode.QUEUE_FULL, reason, RETRY_AFTER_S)
+    if (reason := _grammar_error(message, requests)) is not None:
+        return RequestFailed(message.handle, FailureCode.QUEUE_FULL, reason, RETRY_AFTER_S)
     if (refused := _caller_error(message, config, requests)) is not None:
         return refused
     if (reason := _key_error(message, limits) or _id_error(message, limits.vocab_size)) is not None:
         return RequestFailed(message.handle, FailureCode.INVALID, reason)
+    return None
+
+
+def _grammar_error(message: SubmitRequest, requests: RequestTable) -> str | None:
+    if not message.grammar or message.output_ids or requests.has_grammar(message.grammar):
+        return None
+    if requests.num_grammar_bytes + len(message.grammar) > MAX_GRAMMAR_BYTES:
+        return (
+            f"the grammars of other requests take {requests.num_grammar_bytes} bytes, the limit is {MAX_GRAMMAR_BYTES}"
+        )
     return None
 
 

@@ -38,7 +38,7 @@ from octavo.scheduler.state import RequestTable
 from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import WorkerFacts
 from octavo.wire.ids import SessionId
-from octavo.wire.plan import FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, StepResult
+from octavo.wire.plan import FAULT_GRAMMAR, FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, StepResult
 from octavo.wire.requests import (
     FailureCode,
     PrefixCacheReset,
@@ -50,6 +50,7 @@ from octavo.wire.requests import (
 _FAULTS = {
     FAULT_NONFINITE_LOGITS: "non-finite logits",
     FAULT_NO_CANDIDATE: "masks and filters left no id that could be drawn",
+    FAULT_GRAMMAR: "no token goes on with the output in the form that was asked for",
 }
 
 

@@ -155,7 +155,7 @@ def row_of(sequence: Sequence) -> Row:
 
 
 def num_new_ids(sequence: Sequence) -> int:
-    """Return the column elements (4 bytes each) that a sequence's new row brings: its ids and its sampling lists."""
+    """Return the column elements (4 bytes each) that a sequence's new row brings: ids, sampling lists, its grammar."""
     sampling = sequence.request.sampling
     columns = (
         sampling.allowed_token_ids,
@@ -164,11 +164,17 @@ def num_new_ids(sequence: Sequence) -> int:
         sampling.logit_bias_values,
         sampling.bad_word_ids,
     )
-    return sequence.num_known + sum(map(column_length, columns))
+    return sequence.num_known + sum(map(column_length, columns)) + len(sequence.request.grammar) // 4
 
 
-def new_row(sequence: Sequence) -> NewRow:
-    """Return what the worker is told of a sequence that takes a row."""
+def new_rows(sequences: list[Sequence]) -> tuple[tuple[NewRow, ...], tuple[bytes, ...]]:
+    """Return what the worker is told of sequences that take rows, and their grammars, each once."""
+    places = {b"": 0}
+    rows = [_new_row(s, places.setdefault(s.request.grammar, len(places))) for s in sequences]
+    return tuple(rows), tuple(places)[1:]
+
+
+def _new_row(sequence: Sequence, grammar: int) -> NewRow:
     request = sequence.request
     return NewRow(
         row=row_of(sequence),
@@ -178,4 +184,5 @@ def new_row(sequence: Sequence) -> NewRow:
         num_computed_tokens=sequence.num_cached,
         token_ids=sequence.token_ids(),
         sampling=request.sampling,
+        grammar=grammar,
     )

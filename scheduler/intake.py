@@ -34,6 +34,7 @@ class Intake:
             is_replay=bool(message.output_ids),
             caller=message.caller,
             priority=message.priority,
+            grammar=message.grammar,
         )
         if self._enable_prefix_caching:
             request.prefix_root, request.prefix_keys = message.prefix_root, message.prefix_keys

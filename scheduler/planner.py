@@ -11,7 +11,7 @@ from octavo.scheduler.batch import Batch
 from octavo.scheduler.blocks import BlockPool
 from octavo.scheduler.cache import PrefixCache
 from octavo.scheduler.config import Limits
-from octavo.scheduler.draft import MAX_NEW_IDS, Columns, Draft, Fork, new_row, num_new_ids, row_of
+from octavo.scheduler.draft import MAX_NEW_IDS, Columns, Draft, Fork, new_rows, num_new_ids, row_of
 from octavo.scheduler.errors import InvariantViolation
 from octavo.scheduler.pipeline import PlanRecord
 from octavo.scheduler.policy import Policy
@@ -329,13 +329,15 @@ class Planner:
             append_block += new_blocks
             s.num_blocks_sent = len(table)
         columns = self._columns(draft)
+        rows, grammars = new_rows(draft.entered)
         plan = StepPlan(
             epoch=self._epoch,
             step=draft.step,
             row=columns.packed_rows,
             num_tokens=columns.packed_counts,
             flags=columns.packed_flags,
-            new_rows=tuple(new_row(s) for s in draft.entered),
+            new_rows=rows,
+            grammars=grammars,
             copy_row=pack_ints([row_of(s) for s in draft.copies]),
             copy_src=pack_ints([source for source, _ in draft.copies.values()]),
             copy_dst=pack_ints([target for _, target in draft.copies.values()]),

@@ -46,6 +46,8 @@ class Request:
     is_replay: bool
     caller: str = ""
     priority: int = 0
+    grammar: bytes = b""
+    """What each choice must be; empty: anything. Requests with the same one share the object."""
     prefix_root: bytes = b""
     """Empty: nothing of it is shared or found."""
     prefix_keys: bytes = b""

@@ -12,7 +12,8 @@ class RequestTable:
     """Requests by frontend and handle, from admission to their end.
 
     The law: `num_unstarted` and `num_unstarted_tokens` count the requests that no plan has named yet; replays, which an
-    earlier scheduler or session had admitted already, are counted in `num_unstarted_replays` instead.
+    earlier scheduler or session had admitted already, are counted in `num_unstarted_replays` instead. A grammar is held
+    once, as long as a request has it.
     """
 
     def __init__(self) -> None:
@@ -22,6 +23,8 @@ class RequestTable:
         self._by_frontend: dict[SessionId, dict[Handle, Request]] = {}
         self._num_of_caller: Counter[str] = Counter()
         self._waiting_tokens_of_caller: Counter[str] = Counter()
+        self._grammars: dict[bytes, tuple[bytes, int]] = {}
+        self.num_grammar_bytes = 0
 
     def __len__(self) -> int:
         return sum(len(requests) for requests in self._by_frontend.values())
@@ -46,8 +49,16 @@ class RequestTable:
         """Return the tokens, as the bounds count them, of a caller's requests that no plan has named."""
         return self._waiting_tokens_of_caller[caller]
 
+    def has_grammar(self, grammar: bytes) -> bool:
+        """Say whether a live request has it."""
+        return grammar in self._grammars
+
     def add(self, request: Request) -> None:
         """Admit a request."""
+        if request.grammar:
+            request.grammar, count = self._grammars.get(request.grammar, (request.grammar, 0))
+            self._grammars[request.grammar] = request.grammar, count + 1
+            self.num_grammar_bytes += 0 if count else len(request.grammar)
         self._by_frontend.setdefault(request.frontend, {})[request.handle] = request
         self._num_of_caller[request.caller] += 1
         self._count(request, 1)
@@ -61,6 +72,8 @@ class RequestTable:
         """Forget a request that has ended."""
         requests = self._by_frontend[request.frontend]
         del requests[request.handle]
+        if request.grammar:
+            self._release_grammar(request.grammar)
         if not requests:
             del self._by_frontend[request.frontend]
         _change(self._num_of_caller, request.caller, -1)
@@ -83,6 +96,18 @@ class RequestTable:
             tokens[request.caller] += request.num_queued_tokens
         if self._num_of_caller != Counter(r.caller for r in self) or self._waiting_tokens_of_caller != tokens:
             raise InvariantViolation(f"callers have {self._num_of_caller} requests, {tokens} tokens that wait")
+        grammars = Counter(r.grammar for r in self if r.grammar)
+        held = {grammar: count for grammar, (_, count) in self._grammars.items()}
+        if held != grammars or self.num_grammar_bytes != sum(map(len, grammars)):
+            raise InvariantViolation(f"{len(grammars)} grammars are in use, {len(held)} are held")
+
+    def _release_grammar(self, grammar: bytes) -> None:
+        held, count = self._grammars[grammar]
+        if count > 1:
+            self._grammars[grammar] = held, count - 1
+        else:
+            del self._grammars[grammar]
+            self.num_grammar_bytes -= len(grammar)
 
     def _count(self, request: Request, sign: int) -> None:
         if request.is_started:

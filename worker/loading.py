@@ -13,6 +13,7 @@ from octavo.wire.handshake import WorkerFacts
 from octavo.worker import backends, kv_cache, memory
 from octavo.worker.config import WorkerConfig
 from octavo.worker.errors import MemoryShortage, StartError
+from octavo.worker.grammar import Grammars
 from octavo.worker.memory import in_words
 from octavo.worker.mirror import RowLimits
 from octavo.worker.models.config import ModelConfig, load_model_config
@@ -82,12 +83,13 @@ def load(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWor
     device = chosen.placement.device
     ops = get_ops(chosen.backend, batch_invariant=config.batch_invariant)
     _check_memory(chosen)
+    grammars = Grammars(config.model_path if (config.model_path / "tokenizer.json").exists() else None)
     with rehearsed(ops, chosen.model.vocab_size, chosen.valid_vocab, device):
         model = _load_model(chosen, ops, between_tensors)
         loaded = time.monotonic()
 
         def make_runner(num_blocks: int) -> Runner:
-            return _make_runner(chosen, model, ops, num_blocks)
+            return _make_runner(chosen, model, ops, num_blocks, grammars)
 
         if device.type == "cuda":
             with memory.named_shortage(device, "the largest step", _SMALLER_STEPS):
@@ -160,14 +162,14 @@ def _load_model(chosen: _Choices, ops: Ops, between_tensors: Callable[[], None])
     return model
 
 
-def _make_runner(chosen: _Choices, model: Decoder, ops: Ops, num_blocks: int) -> Runner:
+def _make_runner(chosen: _Choices, model: Decoder, ops: Ops, num_blocks: int, grammars: Grammars) -> Runner:
     caches = kv_cache.allocate(chosen.cache, num_blocks)
     limits, device = chosen.limits(num_blocks), chosen.placement.device
     if chosen.backend == "triton":
         from octavo.worker.gpu.runner import GpuRunner  # where there is no Triton, the others run without
 
-        return GpuRunner(model, ops, caches, limits, device, chosen.valid_vocab)
-    return EagerRunner(model, ops, caches, limits, device, chosen.valid_vocab)
+        return GpuRunner(model, ops, caches, limits, device, chosen.valid_vocab, grammars)
+    return EagerRunner(model, ops, caches, limits, device, chosen.valid_vocab, grammars)
 
 
 def _profile(chosen: _Choices, make_runner: Callable[[int], Runner]) -> memory.DeviceMemory:

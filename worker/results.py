@@ -1,7 +1,14 @@
 """What a step drew, as the message that tells it."""
 
 from octavo.wire.columns import pack_floats, pack_ints
-from octavo.wire.plan import FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, RowLogprobs, StepPlan, StepResult
+from octavo.wire.plan import (
+    FAULT_GRAMMAR,
+    FAULT_NO_CANDIDATE,
+    FAULT_NONFINITE_LOGITS,
+    RowLogprobs,
+    StepPlan,
+    StepResult,
+)
 from octavo.worker.sampler import Sampled
 
 
@@ -15,11 +22,7 @@ def step_result(plan: StepPlan, rows: list[int], sampled: list[Sampled], compute
         compute_us: time that the step took.
     """
     drawn = [(row, s) for row, s in zip(rows, sampled, strict=True) if s.token is not None]
-    faults = [
-        (row, FAULT_NONFINITE_LOGITS if s.nonfinite else FAULT_NO_CANDIDATE)
-        for row, s in zip(rows, sampled, strict=True)
-        if s.token is None
-    ]
+    faults = [(row, _fault(s)) for row, s in zip(rows, sampled, strict=True) if s.token is None]
     return StepResult(
         epoch=plan.epoch,
         step=plan.step,
@@ -40,3 +43,9 @@ def step_result(plan: StepPlan, rows: list[int], sampled: list[Sampled], compute
         ),
         compute_us=compute_us,
     )
+
+
+def _fault(sampled: Sampled) -> int:
+    if sampled.nonfinite:
+        return FAULT_NONFINITE_LOGITS
+    return FAULT_GRAMMAR if sampled.dead_end else FAULT_NO_CANDIDATE

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from octavo.kernels.ops import Ops
 from octavo.wire.plan import StepPlan, StepResult
+from octavo.worker.grammar import Grammars, settle
 from octavo.worker.mirror import RowLimits
 from octavo.worker.models.decoder import Batch, Decoder, KVCache
 from octavo.worker.rehearsal import MANY_LOGPROBS, draw_everything
@@ -113,7 +114,14 @@ class EagerRunner:
     """Executes each plan at once: `launch` returns when its result is there."""
 
     def __init__(
-        self, model: Decoder, ops: Ops, caches: list[KVCache], limits: RowLimits, device: torch.device, valid_vocab: int
+        self,
+        model: Decoder,
+        ops: Ops,
+        caches: list[KVCache],
+        limits: RowLimits,
+        device: torch.device,
+        valid_vocab: int,
+        grammars: Grammars | None = None,
     ) -> None:
         self.rows = Rows(limits, device)
         self._model = model
@@ -122,6 +130,7 @@ class EagerRunner:
         self._device = device
         self._valid_vocab = valid_vocab
         self._results: list[StepResult] = []
+        self._grammars = grammars or Grammars(None)
 
     @property
     def num_in_flight(self) -> int:
@@ -160,6 +169,7 @@ class EagerRunner:
     def clear(self) -> None:
         """Forget rows and results: the session is over."""
         self.rows.clear()
+        self._grammars.clear()
         self._results = []
 
     @torch.inference_mode()
@@ -171,6 +181,7 @@ class EagerRunner:
         """
         started = time.monotonic_ns()
         copies = self.rows.apply(plan)
+        self._grammars.apply(plan)
         planned = self.rows.batch(plan)
         if copies:
             self._copy_blocks(copies)
@@ -181,10 +192,12 @@ class EagerRunner:
                 logits = logits[planned.logits_of]
             rows = [self.rows.sampling_row(row) for row in planned.sampling_rows]
             if rows:
-                drawn = draw(self._ops, logits, self.rows.ids, rows, self._valid_vocab)
+                followers = self._grammars.of_step(plan, planned.sampling_rows)
+                masks = self._grammars.masks(followers)
+                drawn = draw(self._ops, logits, self.rows.ids, rows, self._valid_vocab, masks.mask if masks else None)
                 if self._device.type == "cuda":
                     torch.cuda.current_stream(self._device).synchronize()
-                sampled = drawn.collect()
+                sampled = settle(followers, masks, drawn.collect())
         for row, outcome in zip(planned.sampling_rows, sampled, strict=True):
             self.rows.store(row, PLACEHOLDER_TOKEN if outcome.token is None else outcome.token)
         return step_result(plan, planned.sampling_rows, sampled, (time.monotonic_ns() - started) // 1000)

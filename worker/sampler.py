@@ -1,8 +1,8 @@
 """Sampling: from the logits of a step to one id a row, by each row's own parameters.
 
-Order: allowed ids, bad words, min_tokens and logit bias, penalties, temperature, min-p, top-k, top-p, then a draw whose noise
-depends on seed, choice and output position alone. Log-probabilities are of the raw logits. Rows that use none of this
-cost nothing more than the most likely id.
+Order: allowed ids, bad words, min_tokens and logit bias, penalties, grammar, temperature, min-p, top-k, top-p, then a
+draw whose noise depends on seed, choice and output position alone. Log-probabilities are of the raw logits. Rows that
+use none of this cost nothing more than the most likely id.
 
 `draw` only enqueues work on the device of the logits; `Drawn.collect` looks at what came of it, once the caller has
 waited for that.
@@ -12,7 +12,9 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kernels.ops import Ops
@@ -20,7 +22,7 @@ from octavo.kernels.sampling import GREEDY_BELOW
 from octavo.wire.columns import unpack_floats, unpack_ints
 from octavo.wire.plan import RowSampling
 from octavo.worker.bad_words import completing_ids, words_table
-from octavo.worker.transfer import to_device, to_host
+from octavo.worker.transfer import to_device, to_host, upload
 
 _NEGATIVE_INFINITY = float("-inf")
 
@@ -121,6 +123,15 @@ class Sampled:
     token: int | None
     nonfinite: bool = False
     logprobs: Logprobs | None = None
+    dead_end: bool = False  # its grammar cannot go on
+
+
+@dataclass(frozen=True)
+class TokenMask:
+    """What rows with a grammar may draw."""
+
+    lines: list[int]  # places among the rows of the draw
+    words: NDArray[np.int32]  # [lines, W]: bit i of word j stands for id 32 j + i
 
 
 class Drawn:
@@ -143,7 +154,14 @@ class Drawn:
         return results
 
 
-def draw(ops: Ops, logits: Tensor, ids: Tensor, rows: list[SamplingRow], valid_vocab_size: int) -> Drawn:
+def draw(
+    ops: Ops,
+    logits: Tensor,
+    ids: Tensor,
+    rows: list[SamplingRow],
+    valid_vocab_size: int,
+    mask: TokenMask | None = None,
+) -> Drawn:
     """Draw one id for each row.
 
     Args:
@@ -152,6 +170,7 @@ def draw(ops: Ops, logits: Tensor, ids: Tensor, rows: list[SamplingRow], valid_v
         ids: [N, L] integer: known ids, of which each row has a line.
         rows: the S rows.
         valid_vocab_size: ids from here on pad the embedding and are never drawn.
+        mask: of rows with a grammar.
     """
     nonfinite = ops.first_nonfinite(logits[:, :valid_vocab_size])
     if logits.is_cuda or bool(nonfinite.any()):
@@ -162,6 +181,9 @@ def draw(ops: Ops, logits: Tensor, ids: Tensor, rows: list[SamplingRow], valid_v
     raw = logits[to_device(wants_logprobs, torch.int64, logits.device)] if wants_logprobs else None  # a copy
     _apply_masks(ops, logits, ids, rows)
     _apply_penalties(ops, logits, ids, rows)
+    if mask is not None and mask.lines:
+        lines = to_device(mask.lines, torch.int64, logits.device)
+        ops.apply_token_mask(logits, lines, upload(mask.words, logits.device))
     tokens = _draw(ops, logits, rows)
     logprobs = None if raw is None else _DrawnLogprobs(ops, raw, tokens, wants_logprobs, rows)
     return Drawn(tokens, nonfinite, logprobs)

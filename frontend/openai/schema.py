@@ -67,10 +67,10 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Not served yet.
     response_format: ResponseFormat | None = None
-    prompt_logprobs: Raw = NOTHING
     structured_outputs: Raw = NOTHING
+    # Not served yet.
+    prompt_logprobs: Raw = NOTHING
     use_beam_search: bool | None = None
     echo: bool | None = None
     # Ignored.

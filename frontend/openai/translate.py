@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from msgspec import Raw
 
 from octavo.frontend.config import FrontendConfig
+from octavo.frontend.openai import structured
 from octavo.frontend.openai.errors import bad_field
 from octavo.frontend.openai.schema import ChatBody, CompletionBody, GenerationBody, Message, TokenizeChatBody
 from octavo.v1 import generation_pb2 as pb
@@ -59,7 +60,11 @@ PROMPT_FIELDS: Mapping[str, str] = {
 }
 """Places in a GenerationInput that its prompt comes from, with their JSON names."""
 
-_NAMES: Mapping[str, str] = {**{place: name for name, place in FIELDS.items()}, **PROMPT_FIELDS}
+_NAMES: Mapping[str, str] = {
+    **{place: name for name, place in FIELDS.items()},
+    **PROMPT_FIELDS,
+    **{place: place for place in structured.PLACES},
+}
 _LAST_STEP = re.compile(r"(\[[^\[\]]*\]|\.?[^.\[\]]+)$")
 
 
@@ -139,7 +144,7 @@ def translate_completion(body: CompletionBody, config: FrontendConfig) -> Transl
     if body.max_tokens is None:
         common.stopping.max_tokens = DEFAULT_COMPLETION_TOKENS
     is_list = isinstance(body.prompt, list) and not all(isinstance(item, int) for item in body.prompt)
-    return Translation(common, {}, prompts, is_list)
+    return Translation(common, structured.constrain(body, common), prompts, is_list)
 
 
 def translate_chat(body: ChatBody) -> Translation:
@@ -155,7 +160,7 @@ def translate_chat(body: ChatBody) -> Translation:
     one.chat.CopyFrom(chat_prompt(body))
     if body.logprobs:
         one.output.logprobs = body.top_logprobs or 0
-    names = {"logprobs": "top_logprobs"}
+    names = {"logprobs": "top_logprobs", **structured.constrain(body, one)}
     if body.max_completion_tokens is not None:
         one.stopping.max_tokens = body.max_completion_tokens
         names["max_tokens"] = "max_completion_tokens"
@@ -251,9 +256,7 @@ def _is_choice(value: object) -> bool:
 _Asks: TypeAlias = Callable[[Any], bool]
 
 _UNSERVED: Mapping[str, tuple[_Asks, str]] = {
-    "response_format": (lambda value: value is not None and value.type != "text", "only the type text is served"),
     "prompt_logprobs": (lambda value: bytes(value) not in (b"", b"null"), "it is not served"),
-    "structured_outputs": (_given, "structured output is not served"),
     "use_beam_search": (_given, "beam search is not served"),
     "echo": (_given, "it is not served"),
 }

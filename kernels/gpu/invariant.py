@@ -23,13 +23,14 @@ from octavo.kernels.gpu.norm import rms_norm
 from octavo.kernels.gpu.penalties import apply_penalties
 from octavo.kernels.gpu.rotary import rotary_and_write_kv
 from octavo.kernels.gpu.sampling import first_nonfinite, sample
-from octavo.kernels.gpu.sampling_masks import apply_allowed, apply_logit_bias
+from octavo.kernels.gpu.sampling_masks import apply_allowed, apply_logit_bias, apply_token_mask
 from octavo.kernels.reference import prepare_weight, rotary_cos_sin
 
 __all__ = [
     "apply_allowed",
     "apply_logit_bias",
     "apply_penalties",
+    "apply_token_mask",
     "copy_blocks",
     "filter_logits",
     "first_nonfinite",

@@ -1,4 +1,4 @@
-"""Allowed ids and biases: pairs (row, id) applied to logits without a host synchronisation."""
+"""Allowed ids and biases, as pairs (row, id), and masks of bits, applied to logits without a host synchronisation."""
 
 import torch
 import triton
@@ -51,6 +51,18 @@ def _bias_kernel(logits, rows, ids, values, logits_stride, num_pairs, PAIRS: tl.
     tl.store(place, tl.load(place, mask=is_first, other=0.0) + total, mask=is_first)
 
 
+@triton.jit(do_not_specialize_on_alignment=["rows", "words"])
+def _mask_kernel(logits, rows, words, logits_stride, vocabulary, num_words, BLOCK: tl.constexpr):
+    """Set to -inf, in the program's chunk of the row that its line of words is for, the ids without a bit."""
+    line = tl.program_id(0)
+    row = tl.load(rows + line)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(words + line.to(tl.int64) * num_words + ids // 32, mask=ids // 32 < num_words, other=0)
+    is_forbidden = ((word >> (ids % 32)) & 1) == 0
+    place = logits + row * logits_stride + ids
+    tl.store(place, tl.full([BLOCK], float("-inf"), tl.float32), mask=is_forbidden & (ids < vocabulary))
+
+
 def _check(logits: Tensor) -> None:
     if logits.dtype != torch.float32 or (logits.shape[1] > 1 and logits.stride(1) != 1):
         raise ValueError("masks and biases take fp32 logits with contiguous rows")
@@ -72,6 +84,24 @@ def apply_allowed(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
         logits, rows, logits.stride(0), vocabulary, num_pairs, BLOCK=_BLOCK, PAIRS=_PAIRS, num_warps=4
     )
     logits.index_put_((rows, ids), kept)
+
+
+def apply_token_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """Set to -inf, in the rows [G] int64 (each once) of logits [S, V], the ids without a bit in words [G, W]. In place.
+
+    Bit i of words[g, j], int32, stands for id 32 j + i; ids beyond the words have no bit.
+
+    Raises:
+        ValueError: logits are not fp32, a row is not contiguous, or the words are no contiguous int32.
+    """
+    _check(logits)
+    if words.dtype != torch.int32 or not words.is_contiguous():
+        raise ValueError("masks are contiguous int32")
+    vocabulary, (num_lines, num_words) = logits.shape[1], words.shape
+    if num_lines == 0:
+        return
+    grid = (num_lines, triton.cdiv(vocabulary, _BLOCK))
+    _mask_kernel[grid](logits, rows, words, logits.stride(0), vocabulary, num_words, BLOCK=_BLOCK, num_warps=4)
 
 
 def apply_logit_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:

@@ -4,6 +4,7 @@ Nothing runs beside a request and nothing is cached, so that equal requests are 
 """
 
 import contextlib
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -87,6 +88,13 @@ CASES: dict[str, dict[str, Any]] = {
     "ignored end": {"temperature": 0, "ignore_eos": True},
     "special tokens shown": {"temperature": 0, "skip_special_tokens": False},
     "salted": {"seed": 10, "cache_salt": "pepper"},
+    "a choice": {"seed": 11, "n": 2, "structured_outputs": {"choice": ["yes", "no, never"]}},
+    "a regex": {"seed": 12, "logprobs": 2, "temperature": 1.5, "structured_outputs": {"regex": "[a-f]{3}[0-9]"}},
+    "a schema": {
+        "seed": 13,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}},
+    },
+    "an object, cut off": {"seed": 14, "response_format": {"type": "json_object"}},
 }
 PROMPT = "The quick brown fox"
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name three colours."}]
@@ -113,6 +121,14 @@ def grpc_input(case: dict[str, Any], chat: bool) -> pb.GenerationInput:
             fields["output"][name] = value
         elif name in ("cache_salt", "priority"):
             fields[name] = value
+        elif name == "structured_outputs":
+            ((kind, form),) = value.items()
+            kind, form = ("json_schema", json.dumps(form)) if kind == "json" else (kind, form)
+            fields["constraint"] = {kind: {"values": form} if kind == "choice" else form}
+        elif name == "response_format":
+            has_schema = value["type"] == "json_schema"
+            schema = json.dumps(value["json_schema"]["schema"]) if has_schema else ""
+            fields["constraint"] = {"json_schema": schema} if has_schema else {"json_object": True}
         else:
             fields["sampling"][name] = value
     fields |= {"chat": {"messages": MESSAGES}} if chat else {"text": PROMPT}
@@ -244,6 +260,13 @@ REFUSALS: dict[str, dict[str, Any]] = {
     "a long bad word": {"bad_words": ["supercalifragilisticexpialidocious " * 2]},
     "min_tokens": {"min_tokens": MAX_TOKENS + 1},
     "priority": {"priority": 1},
+    "a bad regex": {"structured_outputs": {"regex": "("}},
+    "a bad schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 3}}},
+    },
+    "a schema that is not enforced": {"structured_outputs": {"json": {"not": {}}}},
+    "too many choices": {"structured_outputs": {"choice": ["a"] * 1025}},
+    "a form without an end": {"ignore_eos": True, "structured_outputs": {"regex": "a"}},
 }
 
 

@@ -159,6 +159,10 @@ def masks_penalties_filters(guards: Guards) -> None:
         out = []
         for name, arguments in (
             ("apply_allowed", (rows, ids)),
+            (
+                "apply_token_mask",
+                (rows.unique(), torch.full((rows.unique().numel(), 3), 5, dtype=torch.int32, device=rows.device)),
+            ),
             ("apply_logit_bias", (rows, ids, torch.ones(90, device=DEVICE))),
             ("apply_penalties", (few, counts > 1, counts, *factors)),
             ("filter_logits", tuple(settings)),

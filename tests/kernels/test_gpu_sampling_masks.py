@@ -12,7 +12,7 @@ from octavo.kernels import sampling as reference
 pytest.importorskip("triton")
 from octavo.kernels.gpu.logprobs import logprobs
 from octavo.kernels.gpu.penalties import apply_penalties
-from octavo.kernels.gpu.sampling_masks import apply_allowed, apply_logit_bias
+from octavo.kernels.gpu.sampling_masks import apply_allowed, apply_logit_bias, apply_token_mask
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
@@ -47,6 +47,16 @@ def compare(
 def test_only_allowed_ids_are_left(pairs: int, vocabulary: int) -> None:
     rows, ids = torch.tensor([0, 3, 4])[torch.randint(0, 3, (pairs,))], torch.randint(0, vocabulary, (pairs,))
     compare(torch.randn(6, vocabulary), apply_allowed, reference.apply_allowed, rows, ids)
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("lines", [0, 1, 4])
+def test_ids_without_a_bit_are_forbidden(lines: int, vocabulary: int) -> None:
+    # Words that cover fewer ids than there are, as many, or more: what has no bit is forbidden.
+    for num_words in {max(1, vocabulary // 32), -(-vocabulary // 32), vocabulary // 32 + 3}:
+        rows = torch.randperm(6)[:lines]
+        words = torch.randint(-(2**31), 2**31, (lines, num_words), dtype=torch.int32)
+        compare(torch.randn(6, vocabulary), apply_token_mask, reference.apply_token_mask, rows, words)
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)

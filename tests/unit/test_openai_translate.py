@@ -153,10 +153,7 @@ def test_seeds_are_64_bits(seed: int, bits: int) -> None:
 
 
 UNSERVED: list[tuple[str, Any]] = [
-    ("response_format", {"type": "json_object"}),
-    ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
     ("prompt_logprobs", 0),
-    ("structured_outputs", {"choice": ["a"]}),
     ("use_beam_search", True),
     ("echo", True),
 ]
@@ -348,3 +345,89 @@ def test_half_a_surrogate_pair_is_no_text(escape: str) -> None:
     with pytest.raises((msgspec.MsgspecError, UnicodeError)) as raised:
         translate_completion(msgspec.json.decode(data, type=schema.CompletionBody), CONFIG).input(0)
     assert from_msgspec(raised.value).status == 400
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "value"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", True),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            "json_schema",
+            json.dumps(SCHEMA),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", json.dumps(SCHEMA)),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", json.dumps(SCHEMA)),
+        ({"structured_outputs": {"json_object": True}}, "json_object", True),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, "grammar", "root ::= x"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", pb.StringList(values=["a", "b"])),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag", "{}"),
+    ],
+)
+@pytest.mark.parametrize("translate", [completion, chat])
+def test_forms_of_the_output(translate: Any, fields: dict[str, Any], kind: str, value: Any) -> None:
+    constraint = translate(**fields).constraint
+    assert constraint.WhichOneof("kind") == kind
+    assert getattr(constraint, kind) == value
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            "response_format.json_schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "y": 1}}},
+            "response_format.json_schema",
+        ),
+        ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": 3}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+    ],
+)
+def test_forms_that_are_none_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(HttpError) as raised:
+        chat(**fields)
+    assert (raised.value.status, raised.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "input.constraint.json_object", "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+            "input.constraint.json_schema",
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {"json": {}}}, "input.constraint.json_schema", "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "("}}, "input.constraint.regex", "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "input.constraint.choice.values", "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": [""]}}, "input.constraint.choice.values[0]", "structured_outputs.choice[0]"),
+        ({"structured_outputs": {"grammar": ""}}, "input.constraint.grammar", "structured_outputs.grammar"),
+    ],
+)
+def test_errors_of_forms_have_their_json_names(fields: dict[str, Any], path: str, param: str) -> None:
+    data = json.dumps({"messages": HELLO, **fields}).encode()
+    assert translate_chat(msgspec.json.decode(data, type=schema.ChatBody)).param(path, 0) == param

@@ -64,7 +64,7 @@ class Account:
 
     def plan(self, rows: list[int], *new: NewRow, counts: list[int] | None = None, **columns: list[int]) -> SendPlan:
         self.step += 1
-        packed = {name: pack_ints(values) for name, values in columns.items()}
+        packed: dict[str, Any] = {name: pack_ints(values) for name, values in columns.items()}
         counts = counts or [1] * len(rows)
         flags = pack_ints([1] * len(rows))
         plan = StepPlan(EPOCH, self.step, pack_ints(rows), pack_ints(counts), flags, new_rows=new, **packed)

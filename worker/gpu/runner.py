@@ -2,13 +2,15 @@
 
 Everything runs on one stream, in the order of the plans. A step of decodes, or one with few tokens, is one graph replay;
 any other runs the same code launch by launch. The host never waits for the device while plans come: it sends columns
-through pinned memory, and looks at an event behind each step.
+through pinned memory, and looks at an event behind each step. Only rows with a grammar make it wait for the step before,
+between forward pass and draw, while the device computes the former.
 """
 
 import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from octavo.worker.gpu.device_rows import DeviceRows
 from octavo.worker.gpu.graphs import StepGraphs
 from octavo.worker.gpu.layout import eager_batch, lay_out
 from octavo.worker.gpu.moment import Moment
+from octavo.worker.grammar import Follower, Grammars, Masks, settle
 from octavo.worker.mirror import Delta, Mirror, RowLimits, Step
 from octavo.worker.models.decoder import Decoder, KVCache
 from octavo.worker.rehearsal import MANY_LOGPROBS, draw_everything
@@ -39,12 +42,26 @@ class _PlainDraw:
 
 
 @dataclass(frozen=True)
+class _GuidedDraw:
+    """Ids of rows some of which have a grammar: these followers go on by what is drawn, once the host knows it."""
+
+    drawn: Drawn
+    followers: list[tuple[int, Follower]]
+    masks: Masks | None
+
+    @cached_property
+    def settled(self) -> list[Sampled]:
+        """What became of each row; the caller has waited for it. The followers go on when it is first asked for."""
+        return settle(self.followers, self.masks, self.drawn.collect())
+
+
+@dataclass(frozen=True)
 class _InFlight:
     """A plan that was launched."""
 
     plan: StepPlan
     rows: list[int]  # that sample
-    drawn: _PlainDraw | Drawn | None
+    drawn: _PlainDraw | _GuidedDraw | None
     done: Moment
     launched_ns: int
 
@@ -53,7 +70,14 @@ class GpuRunner:
     """Executes plans ahead of their results. Owns the rows; weights, caches and graphs outlive its sessions."""
 
     def __init__(
-        self, model: Decoder, ops: Ops, caches: list[KVCache], limits: RowLimits, device: torch.device, valid_vocab: int
+        self,
+        model: Decoder,
+        ops: Ops,
+        caches: list[KVCache],
+        limits: RowLimits,
+        device: torch.device,
+        valid_vocab: int,
+        grammars: Grammars | None = None,
     ) -> None:
         self.rows = Mirror(limits)
         self._model = model
@@ -63,6 +87,7 @@ class GpuRunner:
         self._device = device
         self._valid_vocab = valid_vocab
         self._samplers: dict[int, RowSampler] = {}
+        self._grammars = grammars or Grammars(None)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with self._on_stream(), torch.inference_mode():
             self._device_rows = DeviceRows(limits, device)
@@ -91,9 +116,10 @@ class GpuRunner:
         launched = time.monotonic_ns()
         delta = self.rows.apply(plan)
         step = self.rows.advance(plan)
+        self._grammars.apply(plan)
         with self._on_stream():
             self._begin(delta)
-            drawn = self._run(step, delta.cells) if step.rows else None
+            drawn = self._run(plan, step, delta.cells) if step.rows else None
             if not step.rows:
                 self._device_rows.write_cells(delta.cells)
             self._in_flight.append(_InFlight(plan, step.sampling_rows, drawn, Moment(self._stream), launched))
@@ -128,6 +154,7 @@ class GpuRunner:
         self._in_flight.clear()
         self.rows.clear()
         self._samplers.clear()
+        self._grammars.clear()
 
     @torch.inference_mode()
     def profile(self) -> None:
@@ -162,24 +189,28 @@ class GpuRunner:
             for cache in self._caches:
                 self._ops.copy_blocks(cache.keys, cache.values, source, target)
 
-    def _run(self, step: Step, cells: list[tuple[int, int, int]]) -> _PlainDraw | Drawn | None:
+    def _run(self, plan: StepPlan, step: Step, cells: list[tuple[int, int, int]]) -> _PlainDraw | _GuidedDraw | None:
         """Enqueue a step; return what it draws."""
-        is_plain = not step.forks and all(
-            self._samplers[step.rows[i]].is_plain(self.rows.state(step.rows[i]).num_output) for i in step.sampling
+        is_plain = (
+            not step.forks
+            and not self._grammars.has_any(step.sampling_rows)
+            and all(
+                self._samplers[step.rows[i]].is_plain(self.rows.state(step.rows[i]).num_output) for i in step.sampling
+            )
         )
         layout = lay_out(step)
         shape = self._graphs.shape_for(layout)
         if shape is None:
             self._device_rows.write_cells(cells)
             batch = eager_batch(self._device_rows, layout, self._limits.block_size, self._device)
-            return self._draw(step, self._model.forward(batch, self._caches), is_plain)
+            return self._draw(plan, step, self._model.forward(batch, self._caches), is_plain)
         if is_plain:
             rows = step.sampling_rows
             places = [self.rows.sampled(row) for row in rows]
             return _PlainDraw(to_host(self._graphs.replay_whole(shape, layout, rows, places, cells)))
-        return self._draw(step, self._graphs.replay_forward(shape, layout, cells), is_plain)
+        return self._draw(plan, step, self._graphs.replay_forward(shape, layout, cells), is_plain)
 
-    def _draw(self, step: Step, logits: Tensor, is_plain: bool) -> _PlainDraw | Drawn | None:
+    def _draw(self, plan: StepPlan, step: Step, logits: Tensor, is_plain: bool) -> _PlainDraw | _GuidedDraw | None:
         """Enqueue the draws of rows that sample, from their logits in the plan's order."""
         if not step.sampling:
             return None
@@ -197,9 +228,26 @@ class GpuRunner:
         if is_plain:
             logits = logits[:, : self._valid_vocab]
             return _PlainDraw(to_host(device_rows.draw(self._ops, logits, rows_column, places_column)))
-        drawn = draw(self._ops, logits.float(), device_rows.ids, chosen, self._valid_vocab)
+        followers, masks = self._next_masks(plan, rows)
+        mask = masks.mask if masks else None
+        drawn = draw(self._ops, logits.float(), device_rows.ids, chosen, self._valid_vocab, mask)
         device_rows.store(rows_column, places_column, drawn.tokens)
-        return drawn
+        return _GuidedDraw(drawn, followers, masks)
+
+    def _next_masks(self, plan: StepPlan, rows: list[int]) -> tuple[list[tuple[int, Follower]], Masks | None]:
+        """Return the followers of rows, and what these may draw now.
+
+        The forward pass of the step has been enqueued: the device computes it while the host waits here for the ids of
+        the steps before, and fills the masks.
+        """
+        if not self._grammars.has_any(rows):
+            return [], None
+        for flight in self._in_flight:
+            if isinstance(flight.drawn, _GuidedDraw) and flight.drawn.followers:
+                flight.done.wait()
+                _ = flight.drawn.settled
+        followers = self._grammars.of_step(plan, rows)
+        return followers, self._grammars.masks(followers)
 
     def _fork(self, step: Step) -> None:
         self._device_rows.fork(step.forks)
@@ -218,8 +266,8 @@ class GpuRunner:
         match flight.drawn:
             case None:
                 sampled: list[Sampled] = []
-            case Drawn():
-                sampled = flight.drawn.collect()
+            case _GuidedDraw():
+                sampled = flight.drawn.settled
             case _PlainDraw():
                 tokens = flight.drawn.tokens.numpy()
                 if tokens.size and tokens.min() >= 0:

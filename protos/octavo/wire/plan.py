@@ -33,6 +33,9 @@ MAX_BAD_WORD_TOKENS = 8
 MAX_BAD_WORDS = 64
 """Of a row: 32, each with and without a space before it."""
 
+FAULT_GRAMMAR = 3
+"""The row's grammar cannot be used, or nothing that the tokenizer knows goes on with what the row holds."""
+
 NonNegative = Annotated[int, Meta(ge=0)]
 Int31 = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -107,6 +110,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     num_computed_tokens: Int31  # tokens whose keys and values are in blocks that this plan appends first: cache hits
     token_ids: bytes  # int32: prompt, then output so far
     sampling: RowSampling
+    grammar: Int31 = 0  # 1 + its place among the plan's grammars; 0: none
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
@@ -129,6 +133,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     fork_dst: bytes = b""  # [F] ... their new id these free rows start; these sample too, from the same logits, ...
     fork_choice: bytes = b""  # [F] ... as this choice
     freed_rows: bytes = b""  # [E] rows that end
+    grammars: tuple[bytes, ...] = ()  # of the new rows (grammar.py)
 
     def __post_init__(self) -> None:
         """Check the columns against each other.
@@ -146,6 +151,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
             raise MalformedMessage("a row comes twice in one plan")
         if rows and min(unpack_ints(self.num_tokens)) < 1:
             raise MalformedMessage("a row of a plan computes less than one token")
+        if any(new.grammar > len(self.grammars) for new in self.new_rows):
+            raise MalformedMessage(f"a new row has a grammar that is not among the plan's {len(self.grammars)}")
         if self.copy_src:
             targets = unpack_ints(self.copy_dst)
             if len(set(targets)) != len(targets) or not set(targets).isdisjoint(unpack_ints(self.copy_src)):

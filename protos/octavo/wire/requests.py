@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from octavo.wire.columns import same_length
 from octavo.wire.errors import MalformedMessage
+from octavo.wire.grammar import MAX_BODY_BYTES
 from octavo.wire.plan import Int31, NonNegative, RowSampling
 from octavo.wire.prefix import check_keys
 
@@ -63,6 +64,9 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     priority: Int32 = 0  # lower runs earlier; only 0 unless the service takes priorities
     prefix_root: bytes = b""  # root_key() of the prefix cache; empty: nothing of the request is shared or found
     prefix_keys: bytes = b""  # prompt_keys(): one for each full block of the prompt
+    grammar: Annotated[bytes, Meta(max_length=MAX_BODY_BYTES)] = (
+        b""  # what each choice must be (grammar.py); empty: anything
+    )
 
     def __post_init__(self) -> None:
         """Check what one field says against another.

@@ -1,0 +1,54 @@
+"""Structured output while processes are killed: the text is what was asked for, whatever dies."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import jsonschema
+
+from octavo.v1 import generation_pb2 as pb
+from tests.support.service import Answer, Service, assert_gone
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 12, "maxLength": 16},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 3, "maxItems": 4},
+        "age": {"type": "integer", "minimum": 100000, "maximum": 999999},
+    },
+    "required": ["name", "tags", "age"],
+}
+KILL_AFTER = 6
+
+
+def request(seed: int) -> pb.GenerateStreamRequest:
+    asked = pb.GenerationInput(text="Somebody:", sampling=pb.SamplingParams(seed=seed))
+    asked.stopping.max_tokens = 120
+    asked.constraint.json_schema = json.dumps(SCHEMA)
+    asked.output.token_ids = True
+    return pb.GenerateStreamRequest(input=asked)
+
+
+def test_a_structured_stream_outlives_processes(make_service: Callable[[], Service], demo_model: Path) -> None:
+    running = make_service().serve(str(demo_model), "--backend", "cpu").wait_until_ready()
+    for seed, role in enumerate(("worker", "scheduler")):
+        old = running.pid_of(role)
+        answer, text = Answer(), ""
+        for event in running.generation.GenerateStream(request(seed), timeout=120):
+            answer.add(event)
+            text += event.delta.text
+            new = len(event.delta.token_ids) if event.WhichOneof("event") == "delta" else 0
+            if new and len(answer.ids) - new < KILL_AFTER <= len(answer.ids):
+                os.kill(old, signal.SIGKILL)
+        assert running.pid_of(role) != old
+        assert answer.finished is not None
+        assert answer.finished.finish_reason == pb.FINISH_REASON_STOP
+        jsonschema.validate(json.loads(text), SCHEMA)
+    held = running.wait_until_idle()
+    assert held.free_blocks == held.total_blocks
+    family = running.family()
+    assert len(family) == 5  # the process that compiles grammars is the frontend's own
+    running.process.send_signal(signal.SIGKILL)
+    assert_gone(family)
