@@ -221,6 +221,8 @@ if TYPE_CHECKING:
     PolicyName = str
 else:
     PolicyName = Literal[tuple(POLICIES)]
+ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "none"]
+ReasoningParserName = Literal["auto", "deepseek_r1", "qwen3", "none"]
 LevelName = Literal["debug", "info", "warning", "error"]
 
 Device = Annotated[DeviceName, option("--device", _MODEL, "auto: a CUDA device where there is one, else the CPU.")]
@@ -247,6 +249,22 @@ BatchInvariant = Annotated[
         "--batch-invariant/--no-batch-invariant",
         _MODEL,
         "The bits of an answer do not depend on what runs beside it; slower. Backend reference is always so.",
+    ),
+]
+ToolCallParser = Annotated[
+    ToolParserName,
+    option("--tool-call-parser", _MODEL, "How the model writes calls of tools; auto: its chat template tells."),
+]
+ReasoningParser = Annotated[
+    ReasoningParserName,
+    option("--reasoning-parser", _MODEL, "How the model writes what it thinks; auto: its chat template tells."),
+]
+EnableAutoToolChoice = Annotated[
+    bool,
+    option(
+        "--enable-auto-tool-choice/--no-enable-auto-tool-choice",
+        _MODEL,
+        "Chats with tools are taken; off: those alone that must not call any.",
     ),
 ]
 NumThreads = Annotated[int | None, option("--num-threads", _MODEL, "Threads of the worker; default: all cores.", min=1)]

@@ -19,10 +19,11 @@ from octavo.frontend.journal import Journal
 from octavo.frontend.large_messages import Unread
 from octavo.frontend.metadata import read_authorization, read_caller, read_request_id, read_trace
 from octavo.frontend.model import ModelFiles
-from octavo.frontend.prompts import check_chat, encode_chat
+from octavo.frontend.prompts import CheckedChat, check_chat, output_form, render_chat
 from octavo.frontend.rpc import Incoming, known
 from octavo.frontend.scheduler_client import SchedulerClient
 from octavo.frontend.streams import Stream
+from octavo.frontend.tools.parser import OutputForm
 from octavo.frontend.validation import (
     Bounds,
     GenerationCall,
@@ -69,11 +70,12 @@ class CallContext:
 
 @dataclass(frozen=True)
 class Checked:
-    """A request that can run, and what it runs on."""
+    """A request that can run, what it runs on, and what reads its text; None: that is plain."""
 
     journal: Journal
     model: ModelFiles
     client: SchedulerClient
+    form: OutputForm | None = None
 
 
 class Calls:
@@ -202,15 +204,16 @@ class Calls:
         # Not to learn from a fast answer what the holder of another key has asked.
         tenant = "" if self.config.share_prefix_cache else context.identity
 
-        def work() -> Journal:
-            journal = Journal(resolve(), model.digest, context.caller, context.trace, tenant, grammar)
+        def work() -> Checked:
+            call, form = resolve()
+            journal = Journal(call, model.digest, context.caller, context.trace, tenant, grammar)
             if facts is not None:
                 journal.hash_prompt(facts)
-            return journal
+            return Checked(journal, model, client, form)
 
         if request.ByteSize() <= MAX_INLINE_BYTES:
-            return Checked(work(), model, client)
-        return Checked(await asyncio.get_running_loop().run_in_executor(self.executor, work), model, client)
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
 
     async def _compile(self, constraint: Constraint | None) -> bytes:
         """Return the grammar that a request's text must follow, as it travels; empty: it need not.
@@ -237,10 +240,10 @@ class Calls:
         if deadline is not None and loop.time() >= deadline:
             raise DeadlineExceeded("the deadline had passed before the request could begin")
         params, tokenizer, client = checked.journal.call.params, checked.model.tokenizer, checked.client
-        make = (lambda: tokenizer.detokenizer(params.skip_special_tokens)) if params.detokenize else None
-        stream = Stream(
-            client.streams.new_handle(), checked.journal, make, max_unsent_tokens, deadline, client, message_cost_s
-        )
+        form, handle = checked.form, client.streams.new_handle()
+        shown = checked.model.marker_ids if form is not None else frozenset()
+        make = (lambda: tokenizer.detokenizer(params.skip_special_tokens, shown)) if params.detokenize else None
+        stream = Stream(handle, checked.journal, make, form, max_unsent_tokens, deadline, client, message_cost_s)
         timers: list[asyncio.TimerHandle] = []
         try:
             client.add(stream)
@@ -304,20 +307,24 @@ class Calls:
 
 def _prompt_work(
     request: pb.GenerationInput, params: GenerationParams, bounds: Bounds, model: ModelFiles
-) -> Callable[[], GenerationCall]:
-    """Return what turns the prompt into ids and checks their number; it runs in a thread."""
-    variables = check_chat(request.chat, model.chat_template) if request.HasField("chat") else {}
+) -> Callable[[], tuple[GenerationCall, OutputForm | None]]:
+    """Return what turns the prompt into ids and checks their number, and says what reads the text that follows; it runs in
+    a thread."""
+    checked = check_chat(request.chat, model) if request.HasField("chat") else CheckedChat()
     bad_words = request.sampling.bad_words
     check_bad_words(bad_words)
 
-    def work() -> GenerationCall:
+    def work() -> tuple[GenerationCall, OutputForm | None]:
         full = with_bad_words(params, bad_words, model.tokenizer, bounds.vocab_size)
         if request.HasField("token_ids"):
             ids = list(request.token_ids.ids)
             check_token_ids(ids, bounds)
-            return resolve_call(full, "token_ids", ids, bounds)
+            return resolve_call(full, "token_ids", ids, bounds), None
         if request.HasField("chat"):
-            return resolve_call(full, "chat", encode_chat(model, request.chat, variables), bounds)
-        return resolve_call(full, "text", model.tokenizer.encode_text(request.text), bounds)
+            rendered = render_chat(model, request.chat, checked)
+            # A text of a given form has that form from its first character on: nothing is thought before it.
+            form = output_form(model, checked, rendered.start if params.constraint is None else None)
+            return resolve_call(full, "chat", rendered.ids, bounds), form
+        return resolve_call(full, "text", model.tokenizer.encode_text(request.text), bounds), None
 
     return work

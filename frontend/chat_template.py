@@ -38,38 +38,68 @@ class ChatTemplate:
     Attributes:
         template: what Jinja made of it.
         variables: what it is given besides the conversation (special tokens).
-        reads_content: whether its text names `content`, without which no message can be continued.
+        source: its text.
+        for_tools: the template that takes its place when there are tools, where the model has one.
     """
 
     template: jinja2.Template
     variables: Mapping[str, str] = field(default_factory=dict)
-    reads_content: bool = True
+    source: str = "content"
+    for_tools: "ChatTemplate | None" = None
+
+    @property
+    def reads_content(self) -> bool:
+        """Whether its text names `content`, without which no message can be continued."""
+        return "content" in self.source
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether it, or the one for tools, shows tools to the model."""
+        return self.for_tools is not None or "tools" in self.source
+
+    @property
+    def knows_developers(self) -> bool:
+        """Whether it knows the role `developer`."""
+        return "developer" in self.source
+
+    @property
+    def whole_source(self) -> str:
+        """Its text, with that of the one for tools."""
+        return self.source + (self.for_tools.source if self.for_tools else "")
 
     def render(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[dict[str, Any]],
         add_generation_prompt: bool,
         continue_final_message: bool,
         variables: Mapping[str, object],
+        tools: Sequence[dict[str, Any]] | None = None,
     ) -> str:
         """Render a conversation.
 
         Args:
-            messages: dicts with role, content and perhaps name; not empty.
+            messages: dicts with role, content and perhaps more; not empty.
             add_generation_prompt: whether the assistant's turn is opened.
             continue_final_message: whether the last message is left open.
             variables: further variables.
+            tools: what the model may call, in OpenAI's shape.
 
         Raises:
             TemplateError: the template refuses the conversation or fails on it.
         """
+        if tools and self.for_tools is not None:
+            return self.for_tools.render(messages, add_generation_prompt, continue_final_message, variables, tools)
         if continue_final_message:
             last = messages[-1]
             messages = [*messages[:-1], {**last, "content": last["content"] + END_MARK}]
+        conversation = {
+            "messages": messages,
+            "tools": tools or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            text = self.template.render(
-                {**self.variables, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
-            )
+            text = self.template.render({**self.variables, **variables, **conversation})
         except SecurityError as error:
             raise TemplateError("the chat template does what its sandbox forbids") from error
         except jinja2.TemplateError as error:
@@ -82,28 +112,44 @@ class ChatTemplate:
 def load_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
     """Return the template of chat_template.jinja, else of tokenizer_config.json; None if the model has none.
 
+    Of several templates it is the one named `default`, with `tool_use` beside it.
+
     Raises:
-        ModelFilesError: the template cannot be read or compiled.
+        ModelFilesError: a template cannot be read or compiled.
     """
     path = folder / "chat_template.jinja"
-    try:
-        source: object = path.read_text(encoding="utf-8") if path.exists() else tokenizer_config.get("chat_template")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelFilesError(f"cannot read {path}: {error}") from error
+    has_file = path.exists()
+    where = path if has_file else folder / "tokenizer_config.json"
+    source: object = _read_template(path) if has_file else tokenizer_config.get("chat_template")
+    path_for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
+    source_for_tools: object = _read_template(path_for_tools) if path_for_tools.exists() else None
     if isinstance(source, list):
         named = {str(t.get("name")): t.get("template") for t in source if isinstance(t, dict)}
-        source = named.get("default")
+        source, source_for_tools = named.get("default"), named.get("tool_use", source_for_tools)
     if source is None:
         return None
-    where = path if path.exists() else folder / "tokenizer_config.json"
+    variables = {name: text for name in SPECIAL_TOKEN_NAMES if (text := token_text(tokenizer_config.get(name)))}
+    for_tools = None if source_for_tools is None else _compiled(source_for_tools, where, variables)
+    return _compiled(source, where, variables, for_tools)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFilesError(f"cannot read {path}: {error}") from error
+
+
+def _compiled(
+    source: object, where: Path, variables: Mapping[str, str], for_tools: ChatTemplate | None = None
+) -> ChatTemplate:
     if not isinstance(source, str):
         raise ModelFilesError(f"{where}: the chat template is no text")
     try:
         template = compile_template(source)
     except jinja2.TemplateError as error:
         raise ModelFilesError(f"{where}: the chat template cannot be compiled: {error}") from error
-    variables = {name: text for name in SPECIAL_TOKEN_NAMES if (text := token_text(tokenizer_config.get(name)))}
-    return ChatTemplate(template, variables, "content" in source)
+    return ChatTemplate(template, variables, source, for_tools)
 
 
 def compile_template(source: str) -> jinja2.Template:

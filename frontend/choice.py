@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from octavo.frontend.detokenizer import Detokenizer
 from octavo.frontend.stops import StopMatch, StopMatcher
+from octavo.frontend.tools.sink import CallDelta
 from octavo.frontend.validation import GenerationParams
 from octavo.wire.errors import WireError
 from octavo.wire.requests import ChoiceLogprobs, FinishReason
@@ -24,16 +25,24 @@ class ChoiceEnd:
     num_tokens: int
     stop_string: str | None = None
     stop_token_id: int | None = None
+    made_calls: bool = False
+
+    @property
+    def by_calls(self) -> bool:
+        """Whether the choice ended by itself, having called tools."""
+        return self.made_calls and self.reason is FinishReason.STOP
 
 
 class Chunk(NamedTuple):
-    """What is new of a choice: the tokens from `first_token` on that it covers, with their text."""
+    """What is new of a choice: the tokens from `first_token` on that it covers, with what their text says."""
 
     choice: int
     first_token: int
     num_tokens: int
     text: str
     logprobs: list[ChoiceLogprobs]
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
 
 
 class ChoiceOutput:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from octavo.frontend.auth import Authenticator
 from octavo.frontend.tls import TlsFiles
+from octavo.frontend.tools.detect import AUTO, REASONING_PARSERS, TOOL_PARSERS
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class FrontendConfig:
         private_socket: path of a Unix socket where this process alone answers /health, /ready and /metrics over HTTP; ''
             for none. Whoever keeps it alive asks there.
         health_port: the same on a port of the same host, without TLS; None for none, 0 lets the system choose one.
+        tool_call_parser: how the model writes calls of tools, one of TOOL_PARSERS; auto: the chat template tells.
+        reasoning_parser: how it writes what it thinks, one of REASONING_PARSERS; auto: the chat template tells.
         share_prefix_cache: whether callers with different keys find what the others have cached.
         reuse_port: whether several frontends share both ports (SO_REUSEPORT).
         max_message_bytes: largest request message; larger ones are RESOURCE_EXHAUSTED.
@@ -62,6 +65,8 @@ class FrontendConfig:
     local_socket: str = ""
     private_socket: str = ""
     health_port: int | None = None
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
     share_prefix_cache: bool = False
     reuse_port: bool = False
     max_message_bytes: int = 16 * 2**20
@@ -93,6 +98,9 @@ class FrontendConfig:
             port = getattr(self, name)
             if port is not None and not 0 <= port < 2**16:
                 raise ValueError(f"{name} is {port}: it must be from 0 to 65535")
+        for name, known in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(known)}")
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be positive")

@@ -82,18 +82,20 @@ class WindowDetokenizer:
 
     Args:
         tokenizer: the tokenizer.
-        skip_special_tokens: whether special tokens have no text.
+        hidden: ids without a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._hidden = hidden
         self._ids: list[int] = []
         self._num_shown = 0  # ids of the window whose text has been shown
         self._shown = ""  # that text
 
     def push(self, token_id: int) -> str:
         """Take the next id and return the text that is complete by it."""
+        if token_id in self._hidden:
+            return ""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         if text.endswith(REPLACEMENT) and len(self._ids) - self._num_shown < MAX_WINDOW_TOKENS:
@@ -114,5 +116,5 @@ class WindowDetokenizer:
         return new
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text

@@ -8,6 +8,9 @@ from typing import Any
 
 from octavo.frontend.chat_template import ChatTemplate, load_chat_template, token_text
 from octavo.frontend.tokenizer import ModelFilesError, ModelTokenizer
+from octavo.frontend.tools.detect import AUTO, find_dialect, find_reasoning
+from octavo.frontend.tools.parser import ToolDialect
+from octavo.frontend.tools.reasoning import BEGIN, END
 from octavo.wire.model_digest import model_digest
 
 
@@ -32,6 +35,9 @@ class ModelFiles:
         chat_template: None if the model has none.
         defaults: what unset parameters mean.
         eos_ids: ids that end a sequence.
+        tool_dialect: how the model writes calls of tools; None if that is not known.
+        reasoning: how it writes what it thinks, deepseek_r1 or qwen3; None if it does not, or that is not known.
+        marker_ids: special tokens that take part in either.
     """
 
     digest: str
@@ -39,10 +45,18 @@ class ModelFiles:
     chat_template: ChatTemplate | None
     defaults: SamplingDefaults
     eos_ids: tuple[int, ...]
+    tool_dialect: ToolDialect | None = None
+    reasoning: str | None = None
+    marker_ids: frozenset[int] = frozenset()
 
 
-def load_model_files(folder: Path) -> ModelFiles:
+def load_model_files(folder: Path, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> ModelFiles:
     """Read the model's folder.
+
+    Args:
+        folder: the folder.
+        tool_call_parser: one of TOOL_PARSERS.
+        reasoning_parser: one of REASONING_PARSERS.
 
     Raises:
         ModelFilesError: a file is missing or broken; the message names it.
@@ -51,12 +65,19 @@ def load_model_files(folder: Path) -> ModelFiles:
     tokenizer = ModelTokenizer(folder)
     tokenizer_config = _read_json(folder / "tokenizer_config.json")
     generation_config = _read_json(folder / "generation_config.json")
+    template = load_chat_template(folder, tokenizer_config)
+    source = template.whole_source if template else ""
+    dialect, reasoning = find_dialect(tool_call_parser, source), find_reasoning(reasoning_parser, source)
+    markers = (dialect.markers if dialect else ()) + ((BEGIN, END) if reasoning else ())
     return ModelFiles(
         digest=model_digest(folder),
         tokenizer=tokenizer,
-        chat_template=load_chat_template(folder, tokenizer_config),
+        chat_template=template,
         defaults=_read_defaults(folder / "generation_config.json", generation_config),
         eos_ids=_read_eos_ids(folder, config, generation_config, tokenizer, tokenizer_config),
+        tool_dialect=dialect,
+        reasoning=reasoning,
+        marker_ids=tokenizer.special_ids_of(markers),
     )
 
 

@@ -1,10 +1,13 @@
 """From chunks and ends to the public messages."""
 
+from collections.abc import Sequence
+
 from google.protobuf.duration_pb2 import Duration
 
 from octavo.frontend.choice import ChoiceEnd, Chunk
 from octavo.frontend.streams import Stream
 from octavo.frontend.tokenizer import ModelTokenizer
+from octavo.frontend.tools.sink import CallDelta
 from octavo.v1 import generation_pb2 as pb
 from octavo.wire.columns import unpack_floats, unpack_ints
 from octavo.wire.requests import ChoiceLogprobs, FinishReason
@@ -30,6 +33,10 @@ def started_event(stream: Stream, request_id: str, model: str) -> pb.GenerateStr
 def delta_event(stream: Stream, chunk: Chunk, tokenizer: ModelTokenizer) -> pb.GenerateStreamResponse:
     """Return a chunk as an event."""
     delta = pb.Delta(index=chunk.choice, text=chunk.text, first_token=chunk.first_token)
+    if chunk.reasoning:
+        delta.reasoning = chunk.reasoning
+    for call in chunk.calls:
+        delta.tool_calls.add(tool_index=call.number, id=call.call_id, name=call.name, arguments_json=call.arguments)
     if stream.journal.call.params.token_ids:
         ids = stream.choices[chunk.choice].ids
         delta.token_ids.extend(ids[chunk.first_token : chunk.first_token + chunk.num_tokens])
@@ -42,7 +49,7 @@ def finished_event(stream: Stream, index: int, end: ChoiceEnd, is_last: bool) ->
     """Return a choice's end as an event; the last one carries the usage of the request."""
     finished = pb.Finished(
         index=index,
-        finish_reason=_REASONS[end.reason],
+        finish_reason=_finish_reason(end),
         usage=_usage(stream) if is_last else None,
         completion_tokens=end.num_tokens,
     )
@@ -61,11 +68,13 @@ def whole_response(stream: Stream, request_id: str, model: str, tokenizer: Model
         if isinstance(item, Chunk):
             choice = choices[item.choice]
             choice.text += item.text
+            choice.reasoning += item.reasoning
+            _add_calls(choice, item.calls)
             choice.logprobs.extend(_token_logprobs(stream, item, tokenizer))
         else:
             index, end = item
             choice = choices[index]
-            choice.finish_reason = _REASONS[end.reason]
+            choice.finish_reason = _finish_reason(end)
             if end.stop_string is not None:
                 choice.stop_string = end.stop_string
             if end.stop_token_id is not None:
@@ -75,6 +84,17 @@ def whole_response(stream: Stream, request_id: str, model: str, tokenizer: Model
             if params.logprobs is not None:
                 choice.cumulative_logprob = sum(entry.logprob for entry in choice.logprobs)
     return pb.GenerateResponse(request_id=request_id, model=model, choices=choices, usage=_usage(stream))
+
+
+def _finish_reason(end: ChoiceEnd) -> pb.FinishReason.ValueType:
+    return pb.FINISH_REASON_TOOL_CALLS if end.by_calls else _REASONS[end.reason]
+
+
+def _add_calls(choice: pb.Choice, calls: Sequence[CallDelta]) -> None:
+    for call in calls:
+        if call.name:
+            choice.tool_calls.add(id=call.call_id, name=call.name)
+        choice.tool_calls[call.number].arguments_json += call.arguments
 
 
 def _token_logprobs(stream: Stream, chunk: Chunk, tokenizer: ModelTokenizer) -> list[pb.TokenLogprob]:

@@ -113,7 +113,10 @@ class Frontend:
             WireError: the scheduler's address is malformed.
         """
         loop = asyncio.get_running_loop()
-        model = await loop.run_in_executor(self._executor, load_model_files, self.config.model_path)
+        config = self.config
+        model = await loop.run_in_executor(
+            self._executor, load_model_files, config.model_path, config.tool_call_parser, config.reasoning_parser
+        )
         client = SchedulerClient(self._context, self.config, model.digest, new_boot_id(), self._on_change)
         self.client = client
         self._calls.attach(model, client)

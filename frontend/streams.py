@@ -19,6 +19,8 @@ from octavo.frontend.errors import (
 )
 from octavo.frontend.journal import Journal
 from octavo.frontend.pacing import Pacer
+from octavo.frontend.tools.choice import ParsedChoice
+from octavo.frontend.tools.parser import OutputForm
 from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import ServiceFacts
 from octavo.wire.ids import MAX_HANDLE
@@ -68,6 +70,7 @@ class Stream:
         handle: its number in this frontend.
         journal: the request.
         make_detokenizer: makes the decoder of one choice; None if no text is wanted.
+        form: what reads the text; None if it is plain, or there is none.
         max_unsent_tokens: tokens that may wait for a slow client; None if nothing is sent before the end.
         deadline: when the caller's time is over, on the event loop's clock; None for never.
         link: the way to the scheduler.
@@ -79,6 +82,7 @@ class Stream:
         handle: int,
         journal: Journal,
         make_detokenizer: Callable[[], Detokenizer] | None,
+        form: OutputForm | None,
         max_unsent_tokens: int | None,
         deadline: float | None,
         link: SchedulerLink,
@@ -92,10 +96,13 @@ class Stream:
         self.interrupt: Callable[[], object] | None = None
         self.message_cost_s = message_cost_s
         params = journal.call.params
-        self.choices = [
-            ChoiceOutput(i, ids, params, make_detokenizer() if make_detokenizer else None)
-            for i, ids in enumerate(journal.outputs)
-        ]
+        self.choices: list[ChoiceOutput] = []
+        for i, ids in enumerate(journal.outputs):
+            detokenizer = make_detokenizer() if make_detokenizer else None
+            if form is None or detokenizer is None:
+                self.choices.append(ChoiceOutput(i, ids, params, detokenizer))
+            else:
+                self.choices.append(ParsedChoice(i, ids, params, detokenizer, form.parser()))
         self._link = link
         self._loop = asyncio.get_running_loop()
         self._max_unsent_tokens = max_unsent_tokens

@@ -48,7 +48,9 @@ class ModelTokenizer:
         texts = sorted(self._special_ids_by_text, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
         rules = read_rules(description.get("decoder"))
+        self._rules = rules
         self._pieces = BytePieces(self._for_texts, rules, self.special_ids) if rules else None
+        self._pieces_by_shown: dict[frozenset[int], BytePieces] = {}
         self._longest_bytes = max((len(token.encode()) for token in self._for_texts.get_vocab()), default=1)
         self._shrink = 1 if description.get("normalizer") is None else SHRINK_FACTOR
 
@@ -101,11 +103,26 @@ class ModelTokenizer:
             text = self._special_pattern.sub(lambda m: m.group()[0] + mark + m.group()[1:], text)
         return text
 
-    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
-        """Return an incremental decoder for one choice."""
-        if self._pieces is not None:
+    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """Return the ids of those of the texts that are special tokens."""
+        return frozenset(self._special_ids_by_text[text] for text in texts if text in self._special_ids_by_text)
+
+    def detokenizer(self, skip_special_tokens: bool, shown: frozenset[int] = frozenset()) -> Detokenizer:
+        """Return an incremental decoder for one choice.
+
+        Args:
+            skip_special_tokens: whether special tokens have no text.
+            shown: those that have one nevertheless; of few different sets, since each is kept.
+        """
+        hidden = self.special_ids - shown if skip_special_tokens else frozenset()
+        if self._pieces is None or self._rules is None:
+            return WindowDetokenizer(self._for_texts, hidden)
+        if not shown or not skip_special_tokens:
             return ByteDetokenizer(self._pieces, skip_special_tokens)
-        return WindowDetokenizer(self._for_texts, skip_special_tokens)
+        pieces = self._pieces_by_shown.get(shown)
+        if pieces is None:
+            pieces = self._pieces_by_shown[shown] = BytePieces(self._for_texts, self._rules, hidden)
+        return ByteDetokenizer(pieces, skip_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool) -> str:
         """Return the text of ids, the same as all that a detokenizer says of them. May run in any thread."""

@@ -17,10 +17,10 @@ from octavo.frontend.errors import (
 )
 from octavo.frontend.lifecycle import Lifecycle
 from octavo.frontend.model import ModelFiles
-from octavo.frontend.prompts import check_chat, render_chat
+from octavo.frontend.prompts import RenderedChat, check_chat, render_chat
 from octavo.frontend.rpc import Context, Incoming, answer, check_known, parse
 from octavo.frontend.tokenizer import ModelTokenizer
-from octavo.frontend.validation import Bounds, check_prompt_form, check_prompt_length, check_token_ids
+from octavo.frontend.validation import Bounds, chat_messages, check_prompt_form, check_prompt_length, check_token_ids
 from octavo.v1 import generation_pb2
 from octavo.v1 import tokenizer_pb2 as pb
 
@@ -186,7 +186,7 @@ def _encoding_text(request: pb.TokenizeRequest, tokenizer: ModelTokenizer) -> Ca
 
 def _encoding_chat(chat: generation_pb2.ChatPrompt, model: ModelFiles, bounds: Bounds) -> Callable[[], list[int]]:
     render = _checked_chat(chat, model, bounds)
-    return lambda: render()[1]
+    return lambda: render().ids
 
 
 def _detokenizing(
@@ -212,28 +212,25 @@ def _rendering(request: pb.RenderChatRequest, model: ModelFiles, bounds: Bounds)
     render = _checked_chat(request.chat, model, bounds)
 
     def work() -> pb.RenderChatResponse:
-        text, ids = render()
-        check_prompt_length(len(ids), bounds, "chat")
-        return pb.RenderChatResponse(text=text, count=len(ids), max_model_len=bounds.max_model_len)
+        rendered = render()
+        check_prompt_length(len(rendered.ids), bounds, "chat")
+        return pb.RenderChatResponse(text=rendered.text, count=len(rendered.ids), max_model_len=bounds.max_model_len)
 
     return work
 
 
-def _checked_chat(
-    chat: generation_pb2.ChatPrompt, model: ModelFiles, bounds: Bounds
-) -> Callable[[], tuple[str, list[int]]]:
+def _checked_chat(chat: generation_pb2.ChatPrompt, model: ModelFiles, bounds: Bounds) -> Callable[[], RenderedChat]:
     """Check a conversation as far as the template need not run; return what gives its text and its ids."""
     with _renamed_fields("input."):
         prompt = generation_pb2.GenerationInput(chat=chat)
         check_prompt_form(prompt, bounds, model.tokenizer.max_prompt_bytes(bounds.max_model_len))
-        check_known(chat, "input.chat")
-        for i, message in enumerate(chat.messages):
-            check_known(message, f"input.chat.messages[{i}]")
-        variables = check_chat(chat, model.chat_template)
+        for path, message in chat_messages(chat):
+            check_known(message, path)
+        checked = check_chat(chat, model)
 
-    def render() -> tuple[str, list[int]]:
+    def render() -> RenderedChat:
         with _renamed_fields("input."):
-            return render_chat(model, chat, variables)
+            return render_chat(model, chat, checked)
 
     return render
 

@@ -16,6 +16,7 @@ from octavo.frontend.constraint import Constraint, check_ending, read_constraint
 from octavo.frontend.errors import ContextLengthExceeded, InvalidArgument
 from octavo.frontend.model import SamplingDefaults
 from octavo.frontend.stopping import check_stop_strings, check_time_limit, check_token_limits
+from octavo.frontend.tools.definitions import num_tool_bytes
 from octavo.frontend.unserved import refuse_unserved
 from octavo.v1 import generation_pb2 as pb
 from octavo.wire.columns import pack_floats, pack_ints
@@ -179,9 +180,12 @@ def check_prompt_form(request: pb.GenerationInput, bounds: Bounds, max_prompt_by
         if len(messages) > max_messages:
             raise InvalidArgument(f"{len(messages)} messages, limit {max_messages}", field_path="input.chat.messages")
         num_bytes = sum(len(m.content.encode()) + len(m.role) + len(m.name) for m in messages)
+        num_bytes += num_tool_bytes(request.chat)
         for i, one in enumerate(messages):
             for name in ("role", "content", "name"):
                 _refuse_nul(getattr(one, name), f"input.chat.messages[{i}].{name}")
+        for i, tool in enumerate(request.chat.tools):
+            _refuse_nul(tool.description, f"input.chat.tools[{i}].description")
     if num_bytes > max_prompt_bytes:
         message = (
             f"{num_bytes} bytes of text, limit {max_prompt_bytes} (max_model_len is {bounds.max_model_len} tokens)"
@@ -260,13 +264,22 @@ def _refuse_nul(text: str, path: str) -> None:
 
 def _submessages(request: pb.GenerationInput) -> list[tuple[str, Message]]:
     found: list[tuple[str, Message]] = [("input", request)]
-    for name in ("sampling", "stopping", "constraint", "output", "chat", "token_ids"):
+    for name in ("sampling", "stopping", "constraint", "output", "token_ids"):
         if request.HasField(name):
             found.append((f"input.{name}", getattr(request, name)))
     if request.constraint.HasField("choice"):
         found.append(("input.constraint.choice", request.constraint.choice))
-    if request.HasField("chat"):
-        found += [(f"input.chat.messages[{i}]", m) for i, m in enumerate(request.chat.messages)]
+    return found + chat_messages(request.chat) if request.HasField("chat") else found
+
+
+def chat_messages(chat: pb.ChatPrompt) -> list[tuple[str, Message]]:
+    """Return a conversation and all messages in it, with their paths in a request."""
+    found: list[tuple[str, Message]] = [("input.chat", chat), ("input.chat.tool_choice", chat.tool_choice)]
+    found += [(f"input.chat.tools[{i}]", tool) for i, tool in enumerate(chat.tools)]
+    for i, message in enumerate(chat.messages):
+        path = f"input.chat.messages[{i}]"
+        found.append((path, message))
+        found += [(f"{path}.tool_calls[{j}]", call) for j, call in enumerate(message.tool_calls)]
     return found
 
 

@@ -78,12 +78,31 @@ class CompletionChoice(Struct):
     prompt_token_ids: Ids = UNSET
 
 
-class Turn(Struct):
-    """A message of the assistant."""
+class CalledFunction(Struct):
+    """A function that is called, or what is new of it."""
 
-    content: str
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(Struct):
+    """A call of a tool, or what is new of it, with its place among the choice's calls."""
+
+    function: CalledFunction
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+
+
+class Turn(Struct):
+    """A message of the assistant. What it thought has two names: clients look for either."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class Delta(Struct):
@@ -91,6 +110,9 @@ class Delta(Struct):
 
     content: str | UnsetType = UNSET
     role: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -210,13 +232,13 @@ class Answer:
         """Return what is new of a choice as an event."""
         index, ids = part.first_index + chunk.choice, part.new_ids(chunk)
         if self.is_chat:
-            chat = ChatChunkChoice(index, Delta(content=chunk.text), _chat_logprobs(part, chunk), token_ids=ids)
+            chat = ChatChunkChoice(index, _delta(chunk), _chat_logprobs(part, chunk), token_ids=ids)
             return self._event([chat])
         return self._event([CompletionChoice(index, chunk.text, _text_logprobs(part, chunk), token_ids=ids)])
 
     def ended(self, part: Part, choice: int, end: ChoiceEnd) -> bytes:
         """Return the end of a choice as an event."""
-        index, reason = part.first_index + choice, _REASONS[end.reason]
+        index, reason = part.first_index + choice, _finish_reason(end)
         if self.is_chat:
             return self._event([ChatChunkChoice(index, Delta(), None, reason, _stop_reason(end))])
         return self._event([CompletionChoice(index, "", None, reason, _stop_reason(end))])
@@ -258,7 +280,7 @@ def _whole_text(part: Part, choice: int) -> CompletionChoice:
         part.first_index + choice,
         chunk.text,
         _text_logprobs(part, chunk),
-        _REASONS[end.reason],
+        _finish_reason(end),
         _stop_reason(end),
         part.new_ids(chunk),
         part.prompt_ids,
@@ -269,9 +291,9 @@ def _whole_chat(part: Part, choice: int) -> ChatChoice:
     end, chunk = _take_whole(part, choice)
     return ChatChoice(
         part.first_index + choice,
-        Turn(chunk.text),
+        _turn(chunk),
         _chat_logprobs(part, chunk),
-        _REASONS[end.reason],
+        _finish_reason(end),
         _stop_reason(end),
         part.new_ids(chunk),
     )
@@ -284,7 +306,38 @@ def _take_whole(part: Part, choice: int) -> tuple[ChoiceEnd, Chunk]:
         raise RuntimeError(f"choice {choice} has not ended")
     chunks = list(output.take(max(1, part.stream.journal.call.max_tokens)))
     logprobs = [entry for chunk in chunks for entry in chunk.logprobs]
-    return output.end, Chunk(choice, 0, len(output.ids), "".join(chunk.text for chunk in chunks), logprobs)
+    text, reasoning = "".join(chunk.text for chunk in chunks), "".join(chunk.reasoning for chunk in chunks)
+    calls = tuple(call for chunk in chunks for call in chunk.calls)
+    # Only now its end says whether calls were made.
+    return output.end, Chunk(choice, 0, len(output.ids), text, logprobs, reasoning, calls)
+
+
+def _delta(chunk: Chunk) -> Delta:
+    if not (chunk.reasoning or chunk.calls):
+        return Delta(content=chunk.text)
+    reasoning = chunk.reasoning or UNSET
+    calls = [
+        ToolCall(CalledFunction(call.arguments, call.name), call.call_id, "function", call.number)
+        if call.name
+        else ToolCall(CalledFunction(call.arguments), index=call.number)
+        for call in chunk.calls
+    ]
+    return Delta(chunk.text or UNSET, UNSET, reasoning, reasoning, calls or UNSET)
+
+
+def _turn(chunk: Chunk) -> Turn:
+    calls: list[ToolCall] = []
+    for call in chunk.calls:
+        if call.name:
+            calls.append(ToolCall(CalledFunction("", call.name), call.call_id, "function"))
+        calls[call.number].function.arguments += call.arguments
+    reasoning = chunk.reasoning or UNSET
+    content = chunk.text or (None if calls or chunk.reasoning else "")
+    return Turn(content, reasoning=reasoning, reasoning_content=reasoning, tool_calls=calls or UNSET)
+
+
+def _finish_reason(end: ChoiceEnd) -> str:
+    return "tool_calls" if end.by_calls else _REASONS[end.reason]
 
 
 def _stop_reason(end: ChoiceEnd) -> str | int | None:

@@ -10,7 +10,7 @@ from octavo.frontend.errors import InvalidArgument, ModelNotFound
 from octavo.frontend.openai.call import HttpCall
 from octavo.frontend.openai.errors import bad_field, to_http
 from octavo.frontend.openai.schema import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
-from octavo.frontend.openai.translate import asks_for, chat_prompt
+from octavo.frontend.openai.translate import chat_prompt, json_rest
 from octavo.frontend.tokenizer_service import TokenizerServicer
 from octavo.v1 import tokenizer_pb2 as pb
 
@@ -105,8 +105,6 @@ def _chat_request(raw: bytes) -> pb.TokenizeRequest:
     body = _TOKENIZE_CHATS.decode(raw)
     if body.add_special_tokens:
         raise bad_field("add_special_tokens", "a conversation's special tokens are those of its template")
-    if asks_for(body.tools):
-        raise bad_field("tools", "tools are not served")
     return pb.TokenizeRequest(model=body.model or "", chat=chat_prompt(body), with_tokens=bool(body.return_token_strs))
 
 
@@ -119,4 +117,5 @@ def _param(error: InvalidArgument) -> str | None:
     if path in _PARAMS:
         return _PARAMS[path]
     name, bracket, rest = path.partition("[")
-    return (_PARAMS.get(name, name.removeprefix("chat.")) + bracket + rest) or None
+    name = _PARAMS.get(name, name.removeprefix("chat."))
+    return (name + json_rest(name, bracket + rest)) or None

@@ -20,7 +20,6 @@ IGNORED = (
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
-    "parallel_tool_calls",
 )
 
 
@@ -80,7 +79,6 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: Raw = NOTHING
     safety_identifier: Raw = NOTHING
     prompt_cache_key: Raw = NOTHING
-    parallel_tool_calls: Raw = NOTHING
 
 
 class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
@@ -103,6 +101,23 @@ class ContentPart(Struct, forbid_unknown_fields=True):
     refusal: str | None = None
 
 
+class CalledFunction(Struct, forbid_unknown_fields=True):
+    """What a call calls."""
+
+    name: str
+    arguments: str | None = None
+
+
+class MessageToolCall(Struct, forbid_unknown_fields=True):
+    """A call in a message; index is of streams, from which clients put messages together."""
+
+    id: str
+    type: str = "function"
+    function: CalledFunction | None = None
+    custom: Raw = NOTHING
+    index: int | None = None
+
+
 class Message(Struct, forbid_unknown_fields=True):
     """A turn of a conversation. The fields without a use here are those of answers, which clients send back."""
 
@@ -110,11 +125,46 @@ class Message(Struct, forbid_unknown_fields=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: Raw = NOTHING
+    tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     function_call: Raw = NOTHING
     audio: Raw = NOTHING
     annotations: Raw = NOTHING
+
+
+class FunctionDefinition(Struct, forbid_unknown_fields=True):
+    """A function that may be called; `strict` changes nothing: arguments are held to their schema where a call is
+    required."""
+
+    name: str
+    description: str | None = None
+    parameters: Raw = NOTHING
+    strict: bool | None = None
+
+
+class ToolDefinition(Struct, forbid_unknown_fields=True):
+    """A tool; only functions are taken."""
+
+    type: str
+    function: FunctionDefinition | None = None
+    custom: Raw = NOTHING
+
+
+class ChosenFunction(Struct, forbid_unknown_fields=True):
+    """The function that must be called."""
+
+    name: str
+
+
+class NamedToolChoice(Struct, forbid_unknown_fields=True):
+    """A choice of one tool; only functions are taken."""
+
+    type: str
+    function: ChosenFunction | None = None
+    custom: Raw = NOTHING
+    allowed_tools: Raw = NOTHING
 
 
 class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
@@ -127,9 +177,10 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: UInt32 | None = None
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: str | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     # Not served yet.
-    tools: Raw = NOTHING
-    tool_choice: Raw = NOTHING
     functions: Raw = NOTHING
     function_call: Raw = NOTHING
     modalities: list[str] | None = None
@@ -154,7 +205,7 @@ class TokenizeChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Raw = NOTHING
-    tools: Raw = NOTHING
+    tools: list[ToolDefinition] | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None

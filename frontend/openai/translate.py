@@ -57,6 +57,9 @@ PROMPT_FIELDS: Mapping[str, str] = {
     "chat.add_generation_prompt": "add_generation_prompt",
     "chat.continue_final_message": "continue_final_message",
     "chat.template_kwargs_json": "chat_template_kwargs",
+    "chat.tools": "tools",
+    "chat.tool_choice": "tool_choice",
+    "chat.parallel_tool_calls": "parallel_tool_calls",
 }
 """Places in a GenerationInput that its prompt comes from, with their JSON names."""
 
@@ -116,12 +119,29 @@ def json_name(path: str) -> tuple[str, str]:
     place, rest = path.removeprefix("input").removeprefix("."), ""
     while place:
         if name := _NAMES.get(place):
-            return name, rest
+            return name, json_rest(name, rest)
         step = _LAST_STEP.search(place)
         if step is None:
             break
         place, rest = place[: step.start()], step.group() + rest
     return "", ""
+
+
+def json_rest(name: str, rest: str) -> str:
+    """Return what of a path lies below a field, as JSON has it: what is known of functions lies in an object there."""
+    if name == "tools" or ".tool_calls[" in rest:
+        for field, place in _IN_FUNCTIONS.items():
+            if rest.endswith(field):
+                return rest.removesuffix(field) + place
+    return ".function.name" if name == "tool_choice" and rest == ".name" else rest
+
+
+_IN_FUNCTIONS = {
+    ".name": ".function.name",
+    ".description": ".function.description",
+    ".parameters_json_schema": ".function.parameters",
+    ".arguments_json": ".function.arguments",
+}
 
 
 def translate_completion(body: CompletionBody, config: FrontendConfig) -> Translation:
@@ -158,6 +178,7 @@ def translate_chat(body: ChatBody) -> Translation:
         raise bad_field("top_logprobs", "logprobs must be true")
     one = _common(body)
     one.chat.CopyFrom(chat_prompt(body))
+    _choose_tools(one.chat, body)
     if body.logprobs:
         one.output.logprobs = body.top_logprobs or 0
     names = {"logprobs": "top_logprobs", **structured.constrain(body, one)}
@@ -176,12 +197,50 @@ def chat_prompt(body: ChatBody | TokenizeChatBody) -> pb.ChatPrompt:
     chat = pb.ChatPrompt(continue_final_message=bool(body.continue_final_message))
     for i, message in enumerate(body.messages):
         _refuse_unserved(message, _UNSERVED_IN_MESSAGES, f"messages[{i}].")
-        chat.messages.add(role=message.role, content=_content(message, i), name=message.name or "")
+        turn = chat.messages.add(role=message.role, content=_content(message, i), name=message.name or "")
+        turn.tool_call_id = message.tool_call_id or ""
+        turn.reasoning = message.reasoning or message.reasoning_content or ""
+        for j, call in enumerate(message.tool_calls or ()):
+            if call.type != "function" or call.function is None:
+                raise bad_field(f"messages[{i}].tool_calls[{j}].type", "only functions are served")
+            turn.tool_calls.add(id=call.id, name=call.function.name, arguments_json=call.function.arguments or "")
+    for i, tool in enumerate(body.tools or ()):
+        if tool.type != "function" or tool.function is None:
+            raise bad_field(f"tools[{i}].type", "only functions are served")
+        function = tool.function
+        schema = bytes(function.parameters).decode() if given(function.parameters) else ""
+        chat.tools.add(name=function.name, description=function.description or "", parameters_json_schema=schema)
     if body.add_generation_prompt is not None:
         chat.add_generation_prompt = body.add_generation_prompt
     if asks_for(body.chat_template_kwargs):
         chat.template_kwargs_json = bytes(body.chat_template_kwargs).decode()
     return chat
+
+
+def given(raw: Raw) -> bool:
+    """Say whether a field that is not looked into is there."""
+    return bytes(raw) not in (b"", b"null")
+
+
+def _choose_tools(chat: pb.ChatPrompt, body: ChatBody) -> None:
+    choice = body.tool_choice
+    if isinstance(choice, str):
+        if choice not in _TOOL_CHOICES:
+            raise bad_field("tool_choice", f"{choice[:80]!r} must be none, auto, required or an object")
+        chat.tool_choice.mode = _TOOL_CHOICES[choice]
+    elif choice is not None:
+        if choice.type != "function" or choice.function is None:
+            raise bad_field("tool_choice.type", "only functions are served")
+        chat.tool_choice.name = choice.function.name
+    if body.parallel_tool_calls is not None:
+        chat.parallel_tool_calls = body.parallel_tool_calls
+
+
+_TOOL_CHOICES: Mapping[str, pb.ToolChoiceMode.ValueType] = {
+    "none": pb.TOOL_CHOICE_MODE_NONE,
+    "auto": pb.TOOL_CHOICE_MODE_AUTO,
+    "required": pb.TOOL_CHOICE_MODE_REQUIRED,
+}
 
 
 def asks_for(raw: Raw) -> bool:
@@ -193,7 +252,7 @@ def _content(message: Message, index: int) -> str:
     if isinstance(message.content, str):
         return message.content
     if message.content is None:
-        if message.role == "assistant" and asks_for(message.tool_calls):
+        if message.role == "assistant" and message.tool_calls:
             return ""
         raise bad_field(f"messages[{index}].content", "text is needed; only calls of tools may stand in its place")
     for i, part in enumerate(message.content):
@@ -265,19 +324,15 @@ _UNSERVED_IN_COMPLETIONS: Mapping[str, tuple[_Asks, str]] = {
     "suffix": (_given, "it is not served"),
 }
 _UNSERVED_IN_CHATS: Mapping[str, tuple[_Asks, str]] = {
-    "tools": (_given, "tools are not served"),
-    "tool_choice": (_is_choice, "tools are not served: only 'none' is taken"),
-    "functions": (_given, "tools are not served"),
-    "function_call": (_is_choice, "tools are not served: only 'none' is taken"),
+    "functions": (_given, "it is not served: send tools"),
+    "function_call": (_is_choice, "it is not served: send tool_choice"),
     "modalities": (lambda value: value not in (None, ["text"]), "only text is served"),
     "audio": (_given, "only text is served"),
     "web_search_options": (_given, "it is not served"),
     "reasoning_effort": (_given, "it is a variable of the chat template: set it in chat_template_kwargs"),
 }
 _UNSERVED_IN_MESSAGES: Mapping[str, tuple[_Asks, str]] = {
-    "tool_calls": (_given, "tools are not served"),
-    "tool_call_id": (_given, "tools are not served"),
-    "function_call": (_given, "tools are not served"),
+    "function_call": (_given, "it is not served: send tool_calls"),
     "audio": (_given, "only text is served"),
 }
 """Fields that are taken as long as they ask for nothing, with what tells whether they do."""

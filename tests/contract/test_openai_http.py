@@ -27,6 +27,8 @@ from tests.support.scripted_scheduler import ScriptedScheduler
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 KEY = "a-key-of-many-characters"
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
 
 @pytest.fixture
 async def doors(tiny_model: Path, scheduler: ScriptedScheduler, address: str) -> AsyncIterator[Doors]:
@@ -88,7 +90,7 @@ async def test_tokens_and_back(doors: Doors) -> None:
             {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"x": 1}},
             "chat_template_kwargs",
         ),
-        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}, "tools"),
         (
             "/tokenize",
             {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True},
@@ -143,7 +145,7 @@ async def test_bad_texts_and_tokens_are_refused(doors: Doors, path: str, body: d
         ),
         (
             CHATS,
-            {"messages": [{"role": "u", "content": "x"}], "tools": [{"type": "function"}]},
+            {"messages": [{"role": "u", "content": "x"}], "tools": [TOOL]},
             "tools",
             "invalid_argument",
         ),

@@ -53,6 +53,8 @@ class Collected:
     logprobs: dict[int, list[pb.TokenLogprob]] = field(default_factory=dict)
     finished: dict[int, pb.Finished] = field(default_factory=dict)
     deltas: list[pb.Delta] = field(default_factory=list)
+    reasoning: dict[int, str] = field(default_factory=dict)
+    calls: dict[int, list[pb.ToolCall]] = field(default_factory=dict)
 
     def add(self, event: pb.GenerateStreamResponse) -> None:
         """Take one event."""
@@ -75,6 +77,14 @@ class Collected:
         self.deltas.append(delta)
         self.text[delta.index] = self.text.get(delta.index, "") + delta.text
         ids.extend(delta.token_ids)
+        self.reasoning[delta.index] = self.reasoning.get(delta.index, "") + delta.reasoning
+        calls = self.calls.setdefault(delta.index, [])
+        for call in delta.tool_calls:
+            if call.name:
+                assert call.tool_index == len(calls), "calls come one after the other"
+                calls.append(pb.ToolCall(id=call.id, name=call.name))
+            assert call.tool_index == len(calls) - 1
+            calls[-1].arguments_json += call.arguments_json
         self.logprobs.setdefault(delta.index, []).extend(delta.logprobs)
 
 

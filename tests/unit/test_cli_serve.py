@@ -76,7 +76,13 @@ def test_every_flag_of_serve_reaches_a_child(tmp_path: Path, started: list[Child
     with pytest.raises(Stop):
         serve.serve(**values | others)  # type: ignore[arg-type]
     words = [word for child in started for word in child.arguments]
-    assert switches == {"enable_prefix_caching", "enforce_eager", "batch_invariant", "share_prefix_cache"}
+    assert switches == {
+        "enable_prefix_caching",
+        "enforce_eager",
+        "batch_invariant",
+        "share_prefix_cache",
+        "enable_auto_tool_choice",
+    }
     for switch in switches:
         flag = switch.replace("_", "-")
         assert f"--no-{flag}" in words

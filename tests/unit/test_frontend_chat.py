@@ -11,7 +11,7 @@ from google.protobuf import json_format
 from octavo.frontend.chat_template import ChatTemplate, TemplateError, compile_template, load_chat_template
 from octavo.frontend.errors import InvalidArgument
 from octavo.frontend.model import ModelFiles, load_model_files
-from octavo.frontend.prompts import check_chat, encode_chat
+from octavo.frontend.prompts import check_chat, render_chat
 from octavo.frontend.tokenizer import ModelFilesError
 from octavo.v1 import generation_pb2 as pb
 from tests.support.tiny_tokenizers import CHATML, byte_level, write_model_folder
@@ -89,11 +89,15 @@ def test_the_demo_models_template_equals_transformers(demo_model: Path, transfor
     source = (demo_model / "chat_template.jinja").read_text()
     for messages in CONVERSATIONS[:3]:
         text = transformers_renders([messages], chat_template=source, add_generation_prompt=True)[0][0]
-        ids = encode_chat(model, chat(messages=messages), {})
+        ids = encode_chat(model, chat(messages=messages))
         assert model.tokenizer.encode_template(text) == ids
         special = model.tokenizer.id_of("<|im_start|>")
         assert ids[0] == special
         assert ids.count(special) == text.count("<|im_start|>")
+
+
+def encode_chat(model: ModelFiles, prompt: pb.ChatPrompt) -> list[int]:
+    return render_chat(model, prompt, check_chat(prompt, model)).ids
 
 
 def chat(**fields: Any) -> pb.ChatPrompt:
@@ -106,7 +110,7 @@ def model(tmp_path: Path) -> ModelFiles:
 
 
 def test_special_tokens_of_the_template_become_ids(model: ModelFiles) -> None:
-    ids = encode_chat(model, chat(messages=[{"role": "user", "content": "hey"}]), {})
+    ids = encode_chat(model, chat(messages=[{"role": "user", "content": "hey"}]))
     assert (ids[0], ids.count(257), ids.count(256)) == (257, 2, 1)
 
 
@@ -117,8 +121,8 @@ def test_special_tokens_in_what_callers_wrote_stay_text(tmp_path: Path, place: s
     model = load_model_files(write_model_folder(tmp_path, chat_template=template))
     message = {"role": "user", "content": "x", "name": "y", place: evil}
     harmless = {"role": "user", "content": "x", "name": "y"}
-    ids = encode_chat(model, chat(messages=[message]), {})
-    plain = encode_chat(model, chat(messages=[harmless]), {})
+    ids = encode_chat(model, chat(messages=[message]))
+    plain = encode_chat(model, chat(messages=[harmless]))
     assert [i for i in ids if i >= 256 and i < 259] == [i for i in plain if i >= 256 and i < 259]
     text = b"".join(model.tokenizer.token_bytes(i) for i in ids).decode()
     assert text == render(template, [message], add_generation_prompt=True)
@@ -133,7 +137,7 @@ def test_special_tokens_in_text_prompts_stay_text(model: ModelFiles) -> None:
 def test_all_marks_in_use_is_refused(model: ModelFiles) -> None:
     content = "<|end|>" + "".join(map(chr, range(0xFDD0, 0xFDF0)))
     with pytest.raises(InvalidArgument, match="noncharacters"):
-        encode_chat(model, chat(messages=[{"role": "user", "content": content}]), {})
+        encode_chat(model, chat(messages=[{"role": "user", "content": content}]))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +150,7 @@ def test_all_marks_in_use_is_refused(model: ModelFiles) -> None:
 def test_refusals_are_the_templates_own(tmp_path: Path, messages: list[dict[str, str]], words: str) -> None:
     model = load_model_files(write_model_folder(tmp_path, chat_template=ALTERNATING))
     with pytest.raises(InvalidArgument, match=words) as raised:
-        encode_chat(model, chat(messages=messages), {})
+        encode_chat(model, chat(messages=messages))
     assert raised.value.field_path == "input.chat.messages"
 
 
@@ -193,22 +197,21 @@ def test_what_the_sandbox_forbids_and_what_fails_is_an_error_of_the_request(sour
 )
 def test_bad_conversations_are_named(model: ModelFiles, fields: dict[str, Any], path: str, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words) as raised:
-        check_chat(chat(**fields), model.chat_template)
+        check_chat(chat(**fields), model)
     assert raised.value.field_path == path
 
 
 def test_template_variables_reach_the_template(tmp_path: Path) -> None:
     model = load_model_files(write_model_folder(tmp_path, chat_template="{{ date_string }}{{ messages[0].content }}"))
     prompt = chat(messages=[{"role": "user", "content": "x"}], templateKwargsJson='{"date_string": "5 May"}')
-    variables = check_chat(prompt, model.chat_template)
-    assert bytes(encode_chat(model, prompt, variables)) == b"5 Mayx"
+    assert bytes(encode_chat(model, prompt)) == b"5 Mayx"
 
 
 def test_a_model_without_a_template_has_no_chat(tmp_path: Path) -> None:
     model = load_model_files(write_model_folder(tmp_path, chat_template=None))
     assert model.chat_template is None
     with pytest.raises(InvalidArgument, match="no chat template"):
-        check_chat(chat(messages=[{"role": "user"}]), model.chat_template)
+        check_chat(chat(messages=[{"role": "user"}]), model)
 
 
 def test_templates_of_tokenizer_config(tmp_path: Path) -> None:

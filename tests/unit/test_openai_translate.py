@@ -55,7 +55,7 @@ def paths(message: Any, prefix: str = "") -> set[str]:
 
 def test_every_field_of_an_input_has_a_json_name() -> None:
     """A field that is added to the message must be given one here as well, or be named as gRPC's alone, or be refused."""
-    refused = tuple(path.removeprefix("input.") for path in (*unserved._UNSERVED, *unserved._UNSERVED_IN_CHATS))
+    refused = tuple(path.removeprefix("input.") for path in unserved._UNSERVED)
     unnamed = {path for path in paths(pb.GenerationInput.DESCRIPTOR) if not json_name(f"input.{path}")[0]}
     assert {path for path in unnamed if not path.startswith(refused)} == GRPC_ONLY
 
@@ -84,6 +84,12 @@ def test_every_field_of_the_table_is_one_of_both() -> None:
         ("input.chat.messages[4].role", "messages", "[4].role"),
         ("input.chat.template_kwargs_json", "chat_template_kwargs", ""),
         ("input.cache_salt", "cache_salt", ""),
+        ("input.chat.tools", "tools", ""),
+        ("input.chat.tools[3].name", "tools", "[3].function.name"),
+        ("input.chat.tools[3].parameters_json_schema", "tools", "[3].function.parameters"),
+        ("input.chat.tool_choice.name", "tool_choice", ".function.name"),
+        ("input.chat.messages[1].tool_calls[2].arguments_json", "messages", "[1].tool_calls[2].function.arguments"),
+        ("input.chat.messages[1].name", "messages", "[1].name"),
     ],
 )
 def test_paths_of_errors_become_json_names(path: str, name: str, rest: str) -> None:
@@ -173,8 +179,6 @@ def test_what_completions_do_not_serve_is_refused_by_name(name: str, value: Any)
     ("name", "value"),
     [
         *UNSERVED,
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "auto"),
         ("functions", [{}]),
         ("function_call", "auto"),
         ("modalities", ["text", "audio"]),
@@ -209,8 +213,8 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].tool_call_id"),
-        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "messages[0].function_call"),
+        ({"role": "assistant", "tool_calls": [{"id": "1", "type": "custom"}]}, "messages[0].tool_calls[0].type"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content[0]"),
     ],
 )
@@ -218,6 +222,63 @@ def test_messages_that_are_more_than_text_are_refused(message: dict[str, Any], p
     with pytest.raises(HttpError) as raised:
         chat(messages=[message])
     assert (raised.value.status, raised.value.param) == (400, param)
+
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+def test_tools_and_their_choice() -> None:
+    functions = [
+        {"name": "weather", "description": "Of a city.", "parameters": WEATHER, "strict": True},
+        {"name": "now"},
+    ]
+    found = chat(
+        tools=[{"type": "function", "function": function} for function in functions],
+        tool_choice={"type": "function", "function": {"name": "now"}},
+        parallel_tool_calls=False,
+    ).chat
+    assert [(tool.name, tool.description) for tool in found.tools] == [("weather", "Of a city."), ("now", "")]
+    assert json.loads(found.tools[0].parameters_json_schema) == WEATHER
+    assert not found.tools[1].parameters_json_schema
+    assert (found.tool_choice.name, found.HasField("parallel_tool_calls")) == ("now", True)
+    modes = {
+        "none": pb.TOOL_CHOICE_MODE_NONE,
+        "auto": pb.TOOL_CHOICE_MODE_AUTO,
+        "required": pb.TOOL_CHOICE_MODE_REQUIRED,
+    }
+    for name, mode in modes.items():
+        assert chat(tool_choice=name).chat.tool_choice.mode == mode
+    assert not chat(tools=[]).chat.HasField("tool_choice")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].type"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
+    ],
+)
+def test_tools_of_other_kinds_are_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(HttpError) as raised:
+        chat(**fields)
+    assert (raised.value.status, raised.value.param) == (400, param)
+
+
+def test_turns_with_calls() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}, "index": 0}
+    turns = [
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "content": "Rain.", "tool_call_id": "call_1"},
+    ]
+    asking, answering = chat(messages=turns).chat.messages
+    assert asking == pb.ChatMessage(
+        role="assistant",
+        reasoning="Hm.",
+        tool_calls=[pb.ToolCall(id="call_1", name="weather", arguments_json="{}")],
+    )
+    assert answering == pb.ChatMessage(role="tool", content="Rain.", tool_call_id="call_1")
 
 
 @pytest.mark.parametrize("prompt", [["a", 1], [1, [2]], ["a", [1]]])

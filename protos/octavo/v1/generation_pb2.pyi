@@ -253,12 +253,15 @@ class ChatPrompt(_message.Message):
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
     """Whether the template opens the assistant's turn. Unset: true, unless continue_final_message is set."""
     continue_final_message: _builtins.bool
     """Whether the last message is left open, to be continued. Excludes add_generation_prompt."""
     template_kwargs_json: _builtins.str
     """A JSON object of extra template variables. Only these keys are taken: enable_thinking, reasoning_effort, date_string."""
+    parallel_tool_calls: _builtins.bool
+    """Whether several calls may be made; false: at most one is, further ones are left out. Unset: true."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The turns, oldest first; at least one."""
@@ -269,7 +272,9 @@ class ChatPrompt(_message.Message):
 
     @_builtins.property
     def tool_choice(self) -> Global___ToolChoice:
-        """Whether it may, must or must not call them. Unset: it may if there are any."""
+        """Whether it may, must or must not call them. Unset: it may if there are any. Tools that it may call need a chat template
+        that shows them and a parser of calls. That it must is not served yet.
+        """
 
     def __init__(
         self,
@@ -280,14 +285,20 @@ class ChatPrompt(_message.Message):
         add_generation_prompt: _builtins.bool | None = ...,
         continue_final_message: _builtins.bool = ...,
         template_kwargs_json: _builtins.str = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "tool_choice", b"tool_choice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "parallel_tool_calls", b"parallel_tool_calls", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_kwargs_json", b"template_kwargs_json", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "template_kwargs_json", b"template_kwargs_json", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
 
 Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
 
@@ -302,6 +313,7 @@ class ChatMessage(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """Who speaks, as the chat template names it: usually system, user or assistant."""
     content: _builtins.str
@@ -310,6 +322,8 @@ class ChatMessage(_message.Message):
     """Name of the speaker, where the template shows it."""
     tool_call_id: _builtins.str
     """In a turn of the role tool: the id of the call that it answers."""
+    reasoning: _builtins.str
+    """What the assistant thought before this turn, where the template shows it."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
         """Calls that the assistant has made in this turn."""
@@ -322,10 +336,11 @@ class ChatMessage(_message.Message):
         name: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
         tool_call_id: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -946,7 +961,9 @@ Global___Delta: _TypeAlias = Delta  # noqa: Y015
 
 @_typing.final
 class ToolCallDelta(_message.Message):
-    """ToolCallDelta is what is new of one call of a tool."""
+    """ToolCallDelta is what is new of one call of a tool. A call that has begun stays one: where the model breaks off, so do its
+    arguments.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
