@@ -117,7 +117,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_pipelined = (
             False  # more came before the answer: it is not read, and the connection ends with the answer
         )
-        self._num_header_bytes = self._num_body_bytes = self._num_other_bytes = 0
+        self._num_header_bytes = self._num_body_bytes = self._num_other_bytes = 0  # of one request
+        self._num_body_bytes_seen = 0  # of all requests
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -141,12 +142,12 @@ class BoundedProtocol(HttpToolsProtocol):
         """Parse, then see how much of a request's headers, or of what is neither headers nor body, has come."""
         if self._is_pipelined:
             return
-        num_body_bytes, was_in_headers = self._num_body_bytes, self._in_headers
+        num_seen, was_in_headers = self._num_body_bytes_seen, self._in_headers
         super().data_received(data)
         if self.transport.is_closing():
             return
         if not (was_in_headers or self._in_headers):
-            self._num_other_bytes += len(data) - (self._num_body_bytes - num_body_bytes)
+            self._num_other_bytes += len(data) - (self._num_body_bytes_seen - num_seen)
             if self._num_other_bytes > MAX_HEADER_BYTES + MAX_OVERHEAD_A_BODY_BYTE * self._num_body_bytes:
                 self.transport.close()
                 return
@@ -205,6 +206,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Take a piece of a body."""
         if not self._is_pipelined:
             self._num_body_bytes += len(body)
+            self._num_body_bytes_seen += len(body)
             super().on_body(body)
 
     def on_message_complete(self) -> None:

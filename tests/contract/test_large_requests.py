@@ -18,7 +18,7 @@ from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import tokenizer_pb2
 from octavo.wire.requests import FinishReason, SubmitRequest
 from tests.support.frontend_client import WAIT_S, refusal
-from tests.support.http_client import Doors, running_doors
+from tests.support.http_client import Doors, raw_request, running_doors
 from tests.support.scripted_scheduler import ScriptedScheduler
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -140,3 +140,16 @@ async def test_bodies_that_come_slowly_are_bounded_together(doors: Doors) -> Non
         writer.close()
     await until(lambda: not budget.used)
     assert (await doors.error(COMPLETIONS, prompt=BIG))[1]["code"] == "context_length_exceeded"
+
+
+async def test_one_connection_takes_large_and_small_requests_in_turn(doors: Doors) -> None:
+    """Head and body of the second come in one piece, as from most clients."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", doors.port)
+    for text in (BIG * 2, "x" * 300, BIG * 2, "x" * 300):
+        writer.write(raw_request(COMPLETIONS, prompt=text))
+        async with asyncio.timeout(WAIT_S):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b" 400 " in head
+            length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+            await reader.readexactly(int(length.partition(b": ")[2]))
+    writer.close()
