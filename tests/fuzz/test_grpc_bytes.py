@@ -138,6 +138,6 @@ def test_whole_messages(running: Running, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_large_messages(running: Running, method: str) -> None:
-    for data in METHODS[method]:
+    for data in METHODS[method][:3]:
         for large in (data * (300_000 // max(1, len(data))), data + b"\xff" * 100_000, b"\x0a\x00" * 200_000):
             running.do(call(running, method, large))
