@@ -7,6 +7,8 @@ MIN_PIP := 25.1
 
 # On a machine without an NVIDIA driver torch is pinned to the release that the CPU path is tested with.
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,--constraint constraints/cpu.txt)
+# A process of tests for each core, up to four; each file is one process's. ARGS="-n 0" runs all in one.
+TEST_PROCESSES := $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$(( n < 4 ? n : 4 )))
 PROTOS := $(wildcard protos/octavo/v1/*.proto)
 INPUTS := pyproject.toml constraints/cpu.txt Makefile
 
@@ -23,7 +25,7 @@ serve: $(VENV)/.installed ## Fetch the demo model if it is absent and serve it; 
 	@exec $(BIN)/octavo serve demo $(ARGS)
 
 test: $(VENV)/.installed-dev ## Run all tests that need no GPU; ARGS="tests/unit -k blocks" chooses some.
-	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.installed-dev ## Run the checks of format, style, types, imports, protos and stubs.
 	$(BIN)/ruff format --check .

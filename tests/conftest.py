@@ -10,6 +10,16 @@ from tests.support import interpreter, service
 
 interpreter.use_where_there_is_no_gpu()
 
+LONGEST = ("tests/models/test_gpu_runner.py", "tests/kernels/test_gpu_attention.py", "tests/unit/test_cli_bench.py")
+"""Files that several processes of tests should begin with, so that none of them is still at one when the rest is done."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the longest files first where tests run in several processes, which take files in this order."""
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        places = {name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: places.get(item.location[0], len(LONGEST)))
+
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:

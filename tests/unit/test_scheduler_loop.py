@@ -576,6 +576,7 @@ def test_a_signal_ends_the_process_with_goodbyes_and_exit_code_0(
                 FakeFrontend(context, address, DIGEST) as frontend,
             ):
                 frontend.connect()
+                worker.wait_until(lambda: bool(worker.epochs))  # or the process may end before it has read its welcome
                 process.send_signal(number)
                 assert process.wait(30) == 0
                 worker.wait_until(lambda: bool(worker.endings))

@@ -152,7 +152,9 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_allocated(tmp_pa
 def test_the_cache_of_the_gpu_kernels_is_head_major(folder: Path, name: str, dtype: torch.dtype) -> None:
     from octavo.worker.gpu.runner import GpuRunner
 
-    runner = load_worker(folder, backend="triton", kv_cache_dtype=name).runner
+    # Nothing is captured, and the step that is tried is a small one: Triton's interpreter takes its time.
+    settings = {"enforce_eager": True, "max_num_batched_tokens": 8}
+    runner = load_worker(folder, backend="triton", kv_cache_dtype=name, **settings).runner
     assert isinstance(runner, GpuRunner)
     for cache in runner._caches:
         for tensor in (cache.keys, cache.values):
