@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 from google.protobuf.message import Message
@@ -34,6 +34,7 @@ from octavo.frontend.validation import (
     resolve_call,
 )
 from octavo.v1 import generation_pb2 as pb
+from octavo.wire.columns import unpack_ints
 
 DEFAULT_CHUNK_TOKENS = 64
 """Tokens of one choice that may share a message, where the caller does not say."""
@@ -188,8 +189,13 @@ class Calls:
         with self.begun(checked, context, max_unsent_tokens, message_cost_s) as stream:
             yield stream, checked.model
 
-    async def check(self, request: pb.GenerationInput, context: CallContext) -> Checked:
+    async def check(self, request: pb.GenerationInput, context: CallContext, echo: str | None = None) -> Checked:
         """Check a request whole; what it takes long to do with its prompt is done in a thread.
+
+        Args:
+            request: the request.
+            context: of its call.
+            echo: what stands for the prompt's text before each choice's, if anything is to.
 
         Raises:
             ServiceError: it is refused.
@@ -198,7 +204,7 @@ class Calls:
         bounds = self.bounds()
         check_prompt_form(request, bounds, model.tokenizer.max_prompt_bytes(bounds.max_model_len))
         params = check_params(request, bounds)
-        resolve = _prompt_work(request, params, bounds, model)
+        resolve = _prompt_work(request, params, bounds, model, echo)
         grammar = await self._compile(params.constraint)
         facts = client.facts
         # Not to learn from a fast answer what the holder of another key has asked.
@@ -306,15 +312,27 @@ class Calls:
 
 
 def _prompt_work(
-    request: pb.GenerationInput, params: GenerationParams, bounds: Bounds, model: ModelFiles
+    request: pb.GenerationInput, params: GenerationParams, bounds: Bounds, model: ModelFiles, echo: str | None
 ) -> Callable[[], tuple[GenerationCall, OutputForm | None]]:
     """Return what turns the prompt into ids and checks their number, and says what reads the text that follows; it runs in
-    a thread."""
+    a thread.
+
+    The prompt's text, where it is wanted, is `echo`, else what the caller wrote, else that of the ids.
+    """
     checked = check_chat(request.chat, model) if request.HasField("chat") else CheckedChat()
     bad_words = request.sampling.bad_words
     check_bad_words(bad_words)
 
     def work() -> tuple[GenerationCall, OutputForm | None]:
+        call, form = resolve()
+        if not params.echo:
+            return call, form
+        if (text := echo) is None:
+            ids = unpack_ints(call.prompt_ids)
+            text = request.text or model.tokenizer.decode(ids, params.skip_special_tokens)
+        return replace(call, echo=text), form
+
+    def resolve() -> tuple[GenerationCall, OutputForm | None]:
         full = with_bad_words(params, bad_words, model.tokenizer, bounds.vocab_size)
         if request.HasField("token_ids"):
             ids = list(request.token_ids.ids)

@@ -6,15 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from octavo.frontend.detokenizer import Detokenizer
+from octavo.frontend.positions import PositionGap
 from octavo.frontend.stops import StopMatch, StopMatcher
 from octavo.frontend.tools.sink import CallDelta
 from octavo.frontend.validation import GenerationParams
-from octavo.wire.errors import WireError
 from octavo.wire.requests import ChoiceLogprobs, FinishReason
-
-
-class PositionGap(WireError):
-    """An id came for a place that is not the next one: something was lost, the session cannot go on."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +39,7 @@ class Chunk(NamedTuple):
     logprobs: list[ChoiceLogprobs]
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
+    is_echo: bool = False  # the prompt's text, before all else
 
 
 class ChoiceOutput:
@@ -56,10 +53,12 @@ class ChoiceOutput:
         ids: its journal, empty or with what was received before.
         params: the request's parameters.
         detokenizer: None if no text is made.
+        echo: text of the prompt, which comes first; None if it is not wanted.
     """
 
     __slots__ = (
         "_detokenizer",
+        "_echo",
         "_hidden_stop_ids",
         "_index",
         "_logprobs",
@@ -75,12 +74,20 @@ class ChoiceOutput:
         "num_taken",
     )
 
-    def __init__(self, index: int, ids: "array[int]", params: GenerationParams, detokenizer: Detokenizer | None):
+    def __init__(
+        self,
+        index: int,
+        ids: "array[int]",
+        params: GenerationParams,
+        detokenizer: Detokenizer | None,
+        echo: str | None = None,
+    ) -> None:
         self.ids = ids
         self.end: ChoiceEnd | None = None
         self.num_taken = 0
         self._index = index
         self._detokenizer = detokenizer
+        self._echo = echo
         stops = params.stop_strings
         self._matcher = StopMatcher(stops, params.include_stop_string) if stops else None
         self._min_tokens = params.min_tokens
@@ -158,6 +165,9 @@ class ChoiceOutput:
 
         Each chunk counts as taken when it is yielded.
         """
+        if self._echo is not None:
+            text, self._echo = self._echo, None
+            yield Chunk(self._index, 0, 0, text, [], is_echo=True)
         pieces = self._pieces
         while pieces or self._tail:
             count = min(limit, len(pieces))

@@ -2,6 +2,7 @@
 
 from array import array
 
+from octavo.frontend.prompt_logprobs import ToldPrompt
 from octavo.frontend.validation import GenerationCall
 from octavo.wire.columns import pack_ints
 from octavo.wire.handshake import ServiceFacts
@@ -13,7 +14,8 @@ class Journal:
     """A request and every id received for it.
 
     The law: `outputs[i]` holds choice i's ids from position 0 without a gap, in the order received; ids of a finished
-    choice never change. Only the request's `Stream` writes here.
+    choice never change. `prompt` holds what has been told of the prompt, if that is wanted. Only the request's `Stream`
+    writes here.
 
     Args:
         call: prompt, parameters and seed.
@@ -37,6 +39,8 @@ class Journal:
         self.call = call
         self.outputs = [array("i") for _ in range(call.params.num_choices)]
         self.finished: set[int] = set()
+        num_top = call.params.prompt_logprobs
+        self.prompt = None if num_top is None else ToldPrompt(call.num_prompt_tokens, num_top)
         self._prefix_root = root_key(model_digest, tenant, call.params.cache_salt)
         self._prefix_keys = b""
         self._keyed_block_size = 0  # of _prefix_keys; 0: there are none yet
@@ -88,4 +92,5 @@ class Journal:
             prefix_root=self._prefix_root if facts.prefix_caching else b"",
             prefix_keys=self._prefix_keys if facts.prefix_caching else b"",
             grammar=self._grammar,
+            num_prompt_told=self.prompt.num_told if self.prompt is not None else 0,
         )

@@ -1,10 +1,12 @@
 """From chunks and ends to the public messages."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
 from octavo.frontend.choice import ChoiceEnd, Chunk
+from octavo.frontend.prompt_logprobs import PromptToken
 from octavo.frontend.streams import Stream
 from octavo.frontend.tokenizer import ModelTokenizer
 from octavo.frontend.tools.sink import CallDelta
@@ -19,6 +21,13 @@ _REASONS: dict[FinishReason, pb.FinishReason.ValueType] = {
 }
 
 
+MAX_PROMPT_EVENT_BYTES = 2**20
+"""Of an event with log-probabilities of a prompt."""
+
+PROMPT_EVENT_TOKENS = 256
+"""Of such an event: so many are put into words at once, before others have their turn."""
+
+
 def started_event(stream: Stream, request_id: str, model: str) -> pb.GenerateStreamResponse:
     """Return the first event of a stream."""
     started = pb.Started(
@@ -28,6 +37,35 @@ def started_event(stream: Stream, request_id: str, model: str) -> pb.GenerateStr
         cached_prompt_tokens=stream.num_cached_tokens,
     )
     return pb.GenerateStreamResponse(started=started)
+
+
+def prompt_events(stream: Stream, tokenizer: ModelTokenizer) -> Iterator[pb.GenerateStreamResponse]:
+    """Yield what is new of the prompt's log-probabilities, in events of bounded size."""
+    prompt = stream.journal.prompt
+    if prompt is None or not stream.started:
+        return
+    ids = unpack_ints(stream.journal.call.prompt_ids)
+    while (first := prompt.num_taken) < (end := min(prompt.num_told, prompt.num_taken + PROMPT_EVENT_TOKENS)):
+        entries: list[pb.TokenLogprob] = []
+        num_bytes = 0
+        for position in range(first, end):
+            entry = _prompt_token(ids[position], prompt.at(position), tokenizer)
+            num_bytes += entry.ByteSize() + 8  # key and length
+            if entries and num_bytes > MAX_PROMPT_EVENT_BYTES - 64:
+                break
+            entries.append(entry)
+        prompt.num_taken += len(entries)
+        told = pb.PromptLogprobs(first_position=first, logprobs=entries)
+        yield pb.GenerateStreamResponse(prompt_logprobs=told)
+
+
+def _prompt_token(token_id: int, token: PromptToken | None, tokenizer: ModelTokenizer) -> pb.TokenLogprob:
+    raw = tokenizer.token_bytes(token_id)
+    entry = pb.TokenLogprob(token_id=token_id, text=raw.decode("utf-8", "replace"), raw=raw)
+    if token is not None:
+        entry.logprob, entry.rank = token.logprob, token.rank
+        entry.top.extend(_top(token.top_ids, token.top_logprobs, tokenizer))
+    return entry
 
 
 def delta_event(stream: Stream, chunk: Chunk, tokenizer: ModelTokenizer) -> pb.GenerateStreamResponse:
@@ -60,11 +98,15 @@ def finished_event(stream: Stream, index: int, end: ChoiceEnd, is_last: bool) ->
     return pb.GenerateStreamResponse(finished=finished)
 
 
-def whole_response(stream: Stream, request_id: str, model: str, tokenizer: ModelTokenizer) -> pb.GenerateResponse:
+async def whole_response(stream: Stream, request_id: str, model: str, tokenizer: ModelTokenizer) -> pb.GenerateResponse:
     """Return the answer of a stream that has ended well and of which nothing was taken."""
+    prompt: list[pb.TokenLogprob] = []
+    for event in prompt_events(stream, tokenizer):
+        prompt += event.prompt_logprobs.logprobs
+        await asyncio.sleep(0)  # a long prompt is no reason to keep others waiting
     params = stream.journal.call.params
     choices = [pb.Choice(index=i) for i in range(len(stream.choices))]
-    for item in stream.take(stream.journal.call.max_tokens):
+    for item in stream.take(max(1, stream.journal.call.max_tokens)):
         if isinstance(item, Chunk):
             choice = choices[item.choice]
             choice.text += item.text
@@ -83,7 +125,9 @@ def whole_response(stream: Stream, request_id: str, model: str, tokenizer: Model
                 choice.token_ids.extend(stream.choices[index].ids)
             if params.logprobs is not None:
                 choice.cumulative_logprob = sum(entry.logprob for entry in choice.logprobs)
-    return pb.GenerateResponse(request_id=request_id, model=model, choices=choices, usage=_usage(stream))
+    return pb.GenerateResponse(
+        request_id=request_id, model=model, choices=choices, usage=_usage(stream), prompt_logprobs=prompt
+    )
 
 
 def _finish_reason(end: ChoiceEnd) -> pb.FinishReason.ValueType:
@@ -104,11 +148,7 @@ def _token_logprobs(stream: Stream, chunk: Chunk, tokenizer: ModelTokenizer) -> 
 
 def _token_logprob(token_id: int, entry: ChoiceLogprobs, tokenizer: ModelTokenizer) -> pb.TokenLogprob:
     raw = tokenizer.token_bytes(token_id)
-    top = []
-    for rank, (top_id, logprob) in enumerate(zip(unpack_ints(entry.top_ids), unpack_floats(entry.top_logprobs)), 1):
-        top_raw = tokenizer.token_bytes(top_id)
-        text = top_raw.decode("utf-8", "replace")
-        top.append(pb.TopLogprob(token_id=top_id, text=text, raw=top_raw, logprob=logprob, rank=rank))
+    top = _top(unpack_ints(entry.top_ids), unpack_floats(entry.top_logprobs), tokenizer)
     return pb.TokenLogprob(
         token_id=token_id,
         text=raw.decode("utf-8", "replace"),
@@ -117,6 +157,15 @@ def _token_logprob(token_id: int, entry: ChoiceLogprobs, tokenizer: ModelTokeniz
         rank=entry.rank,
         top=top,
     )
+
+
+def _top(ids: Sequence[int], logprobs: Sequence[float], tokenizer: ModelTokenizer) -> list[pb.TopLogprob]:
+    top = []
+    for rank, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True), 1):
+        raw = tokenizer.token_bytes(token_id)
+        text = raw.decode("utf-8", "replace")
+        top.append(pb.TopLogprob(token_id=token_id, text=text, raw=raw, logprob=logprob, rank=rank))
+    return top
 
 
 def _usage(stream: Stream) -> pb.Usage:

@@ -11,7 +11,7 @@ from octavo.frontend.choice import Chunk
 from octavo.frontend.errors import InvalidArgument
 from octavo.frontend.health import GENERATION_SERVICE
 from octavo.frontend.model import ModelFiles
-from octavo.frontend.responses import delta_event, finished_event, started_event, whole_response
+from octavo.frontend.responses import delta_event, finished_event, prompt_events, started_event, whole_response
 from octavo.frontend.rpc import Context, Incoming, answer, parse
 from octavo.frontend.streams import Stream
 from octavo.v1 import generation_pb2 as pb
@@ -57,7 +57,9 @@ class GenerationServicer:
                     await stream.changed()
                 if stream.error is not None:
                     raise stream.error
-                return whole_response(stream, call.request_id, self._config.served_model_names[0], model.tokenizer)
+                return await whole_response(
+                    stream, call.request_id, self._config.served_model_names[0], model.tokenizer
+                )
 
         return await self._answer(context, work)
 
@@ -85,6 +87,8 @@ class GenerationServicer:
                 if not started and stream.started:
                     started = True
                     await context.write(started_event(stream, request_id, self._config.served_model_names[0]))
+                for told in prompt_events(stream, model.tokenizer):
+                    await context.write(told)
                 for item in stream.take(limit):
                     if isinstance(item, Chunk):
                         event = delta_event(stream, item, model.tokenizer)

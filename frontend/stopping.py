@@ -27,8 +27,13 @@ def check_stop_strings(stopping: pb.StoppingParams, config: FrontendConfig, deto
     return tuple(stops)
 
 
-def check_token_limits(stopping: pb.StoppingParams, max_model_len: int) -> tuple[int, int | None]:
+def check_token_limits(stopping: pb.StoppingParams, max_model_len: int, shows_prompt: bool) -> tuple[int, int | None]:
     """Return min_tokens, and max_tokens as far as it is set.
+
+    Args:
+        stopping: what the request says.
+        max_model_len: most tokens of prompt and output.
+        shows_prompt: whether the answer has something in it without any token of output.
 
     Raises:
         InvalidArgument: one is out of its range.
@@ -36,8 +41,9 @@ def check_token_limits(stopping: pb.StoppingParams, max_model_len: int) -> tuple
     max_tokens = None
     if stopping.HasField("max_tokens"):
         max_tokens = stopping.max_tokens
-        if max_tokens < 1:
-            raise InvalidArgument("0 must be at least 1", field_path="input.stopping.max_tokens")
+        if max_tokens < 1 and not shows_prompt:
+            message = "0 must be at least 1, without echo or prompt log-probabilities"
+            raise InvalidArgument(message, field_path="input.stopping.max_tokens")
     min_tokens = stopping.min_tokens if stopping.HasField("min_tokens") else 0
     limit = max_model_len if max_tokens is None else min(max_tokens, max_model_len)
     if min_tokens > limit:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from octavo.frontend.choice import ChoiceEnd, ChoiceOutput, Chunk, PositionGap
+from octavo.frontend.choice import ChoiceEnd, ChoiceOutput, Chunk
 from octavo.frontend.detokenizer import Detokenizer
 from octavo.frontend.errors import (
     CallerLimitExceeded,
@@ -19,11 +19,13 @@ from octavo.frontend.errors import (
 )
 from octavo.frontend.journal import Journal
 from octavo.frontend.pacing import Pacer
+from octavo.frontend.positions import PositionGap
 from octavo.frontend.tools.choice import ParsedChoice
 from octavo.frontend.tools.parser import OutputForm
 from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import ServiceFacts
 from octavo.wire.ids import MAX_HANDLE
+from octavo.wire.prompt_logprobs import PromptLogprobs
 from octavo.wire.requests import (
     ChoiceFinished,
     FailureCode,
@@ -95,14 +97,16 @@ class Stream:
         self.error: ServiceError | None = None
         self.interrupt: Callable[[], object] | None = None
         self.message_cost_s = message_cost_s
+        self._prompt = journal.prompt
         params = journal.call.params
         self.choices: list[ChoiceOutput] = []
         for i, ids in enumerate(journal.outputs):
             detokenizer = make_detokenizer() if make_detokenizer else None
             if form is None or detokenizer is None:
-                self.choices.append(ChoiceOutput(i, ids, params, detokenizer))
+                self.choices.append(ChoiceOutput(i, ids, params, detokenizer, journal.call.echo))
             else:
-                self.choices.append(ParsedChoice(i, ids, params, detokenizer, form.parser()))
+                parser, echo = form.parser(), journal.call.echo
+                self.choices.append(ParsedChoice(i, ids, params, detokenizer, parser, echo))
         self._link = link
         self._loop = asyncio.get_running_loop()
         self._max_unsent_tokens = max_unsent_tokens
@@ -141,7 +145,12 @@ class Stream:
         self._news = False
 
     def take(self, limit: int) -> Iterator[Chunk | tuple[int, ChoiceEnd]]:
-        """Yield what is new: chunks of at most `limit` tokens, and each choice's end once, after its last chunk."""
+        """Yield what is new: chunks of at most `limit` tokens, and each choice's end once, after its last chunk.
+
+        Nothing comes before the whole prompt has been told, where that is wanted.
+        """
+        if self._prompt is not None and not self._prompt.is_whole and not self.ended:
+            return
         for choice in self.choices:
             yield from choice.take(limit)
         while self._ends_to_tell:
@@ -171,6 +180,21 @@ class Stream:
             self._queue_s = event.queue_s
             self._start()
 
+    def on_told(self, told: PromptLogprobs) -> None:
+        """Take log-probabilities of a part of the prompt.
+
+        Raises:
+            PositionGap: positions before it are missing, or nobody asked.
+        """
+        if self.ended:
+            return
+        if self._prompt is None:
+            raise PositionGap(f"log-probabilities of a prompt from {told.first_position} on, which nobody asked for")
+        if not self.started:
+            self._start()
+        self._prompt.push(told)
+        self.wake()
+
     @property
     def may_wait(self) -> bool:
         """Whether new tokens may wait for the next ones: the first has been shown, and it has not ended."""
@@ -187,6 +211,8 @@ class Stream:
             return False
         if not self.started:
             self._start()
+        if self._prompt is not None and not self._prompt.is_whole:
+            raise PositionGap(f"token {position} of choice {choice} came before all log-probabilities of the prompt")
         stopped = output.push(position, token_id)
         self._num_received += 1
         if len(self._marks) < 3:
@@ -211,6 +237,10 @@ class Stream:
         output = self._choice(event.choice)
         if output.end is not None or self.error is not None:
             return
+        if self._prompt is not None and not self._prompt.is_whole:
+            raise PositionGap(f"choice {event.choice} ended before all log-probabilities of the prompt came")
+        if not self.started:
+            self._start()
         output.finish(event.reason, event.num_tokens)
         prefill_s, decode_s = self._phases or (event.prefill_s, 0.0)
         self._phases = (min(prefill_s, event.prefill_s), max(decode_s, event.decode_s))
@@ -333,6 +363,9 @@ class StreamTable:
         for started in output.started:
             if (stream := streams.get(started.handle)) is not None:
                 stream.on_started(started)
+        for told in output.prompt_logprobs:
+            if (stream := streams.get(told.of)) is not None:
+                stream.on_told(told)
         columns = map(unpack_ints, (output.handle, output.choice, output.position, output.token))
         fed: dict[int, Stream] = {}
         for handle, choice, position, token_id in zip(*columns, strict=True):

@@ -8,8 +8,6 @@ from octavo.v1 import generation_pb2 as pb
 
 _UNSERVED: Mapping[str, Callable[[pb.GenerationInput], bool]] = {
     "input.sampling.beam_search": lambda one: one.sampling.HasField("beam_search"),
-    "input.output.prompt_logprobs": lambda one: one.output.HasField("prompt_logprobs"),
-    "input.output.echo": lambda one: one.output.echo,
 }
 
 

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -76,6 +77,8 @@ class GenerationParams:
         cache_salt: what keeps the request's part of the prefix cache apart.
         constraint: what form each choice's text must have.
         time_limit_s: after so long, from the call's arrival on, all choices end with what there is.
+        prompt_logprobs: number of log-probabilities beside that of each prompt token; None if not asked for.
+        echo: whether the prompt's text stands before each choice's.
     """
 
     num_choices: int
@@ -94,6 +97,8 @@ class GenerationParams:
     cache_salt: str
     constraint: Constraint | None = None
     time_limit_s: float | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ class GenerationCall:
     prompt_ids: bytes  # int32 column
     num_prompt_tokens: int
     max_tokens: int  # of each choice
+    echo: str | None = None  # the prompt's text, where it is wanted
 
 
 def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParams:
@@ -120,13 +126,20 @@ def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParam
     sampling, stopping, output = request.sampling, request.stopping, request.output
     config = bounds.config
     num_choices = _integer("input.sampling.n", sampling.n, 1, config.max_n) if sampling.HasField("n") else 1
-    logprobs = None
+    most_logprobs = min(config.max_logprobs, bounds.vocab_size)
+    logprobs = prompt_logprobs = None
     if output.HasField("logprobs"):
-        logprobs = _integer("input.output.logprobs", output.logprobs, 0, min(config.max_logprobs, bounds.vocab_size))
+        logprobs = _integer("input.output.logprobs", output.logprobs, 0, most_logprobs)
+    if output.HasField("prompt_logprobs"):
+        prompt_logprobs = _integer("input.output.prompt_logprobs", output.prompt_logprobs, 0, most_logprobs)
     detokenize = output.detokenize if output.HasField("detokenize") else True
+    if output.echo and not detokenize:
+        raise InvalidArgument("it needs text, and output.detokenize is false", field_path="input.output.echo")
     stop_strings = check_stop_strings(stopping, config, detokenize)
     stop_ids = _ids("input.stopping.stop_token_ids", stopping.stop_token_ids, config.max_stop_token_ids, bounds)
-    min_tokens, max_tokens = check_token_limits(stopping, bounds.max_model_len)
+    min_tokens, max_tokens = check_token_limits(
+        stopping, bounds.max_model_len, output.echo or prompt_logprobs is not None
+    )
     _check_priority(request.priority, bounds)
     _check_cache_salt(request.cache_salt)
     ending_ids = frozenset(stop_ids if stopping.ignore_eos else (*stop_ids, *bounds.eos_ids))
@@ -135,7 +148,10 @@ def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParam
         check_ending(constraint, stopping, sampling, bounds.eos_ids)
     return GenerationParams(
         num_choices=num_choices,
-        sampling=_row_sampling(sampling, bounds, min_tokens, ending_ids, -1 if logprobs is None else logprobs),
+        sampling=msgspec.structs.replace(
+            _row_sampling(sampling, bounds, min_tokens, ending_ids, -1 if logprobs is None else logprobs),
+            prompt_logprobs=-1 if prompt_logprobs is None else prompt_logprobs,
+        ),
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         ending_ids=ending_ids,
@@ -150,6 +166,8 @@ def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParam
         cache_salt=request.cache_salt,
         time_limit_s=check_time_limit(stopping),
         constraint=constraint,
+        prompt_logprobs=prompt_logprobs,
+        echo=output.echo,
     )
 
 

@@ -38,7 +38,12 @@ class PrefixCache:
         self._num_hashes_left = MAX_HASHES_PER_STEP
 
     def find(self, sequence: Sequence) -> list[BlockId]:
-        """Return the blocks that hold a sequence's first tokens already; its last known token is always left over."""
+        """Return the blocks that hold a sequence's first tokens already; its last known token is always left over.
+
+        What it has to tell of its prompt comes of computing it: then nothing is found.
+        """
+        if sequence.tells_prompt:
+            return []
         if not sequence.uses_cache or not sequence.request.prefix_root:
             return []
         if not sequence.keys:

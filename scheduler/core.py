@@ -41,6 +41,7 @@ from octavo.wire.ids import SessionId
 from octavo.wire.plan import FAULT_GRAMMAR, FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, StepResult
 from octavo.wire.requests import (
     FailureCode,
+    FinishReason,
     PrefixCacheReset,
     RequestFailed,
     ResetPrefixCache,
@@ -275,6 +276,8 @@ class Scheduler:
         for sequence in request.sequences:
             if sequence.choice in finished:
                 self._finish(sequence)
+            elif request.max_output_tokens == 0 and request.tells_prompt:
+                continue  # it ends when all is told
             elif (reason := sequence.finish_reason()) is not None:
                 # Its last token arrived before the old session ended, but not the message that it was the last.
                 self._outputs.finish(sequence, reason, now)
@@ -341,9 +344,33 @@ class Scheduler:
         for chunk in matched.record.chunks:
             if chunk.residency == chunk.sequence.residency:
                 chunk.sequence.num_confirmed += chunk.num_tokens
-        if matched.faults:
+        if matched.faults or matched.broken:
             self._on_faults(matched, worker)
+        if matched.told:
+            self._on_told(matched, now)
         self._on_tokens(matched, now)
+
+    def _on_told(self, matched: Matched, now: float) -> None:
+        """Pass on what sequences tell of their prompts; requests that want nothing else end with it."""
+        for part, told in matched.told:
+            s, request = part.sequence, part.sequence.request
+            is_live = self._requests.find(request.frontend, request.handle) is request
+            if not is_live or matched.record.step <= s.void_through:
+                continue
+            if told.first_position > request.num_prompt_told:
+                self._fail(request, FailureCode.INTERNAL, "log-probabilities of the prompt were lost")
+                continue
+            self._outputs.tell_prompt(request, told)
+            if request.max_output_tokens == 0 and not request.tells_prompt:
+                s.first_token_at = now
+                self._finish_all(request, FinishReason.LENGTH, now)
+
+    def _finish_all(self, request: Request, reason: FinishReason, now: float) -> None:
+        """End all choices that have not ended."""
+        for sequence in request.sequences:
+            if sequence.status is not Status.FINISHED:
+                self._outputs.finish(sequence, reason, now)
+        self._end(request)
 
     def _on_tokens(self, matched: Matched, now: float) -> None:
         """Confirm the tokens of a step: one turn of this loop for each running sequence, so it is kept short."""
@@ -394,8 +421,9 @@ class Scheduler:
         failing: list[tuple[Request, str]] = []
         again: list[Sequence] = []
         suspects: list[Sequence] = []
-        for index, fault in matched.faults.items():
-            s, residency = record.sequences[index], record.residencies[index]
+        faulty = [(record.sequences[i], record.residencies[i], fault) for i, fault in matched.faults.items()]
+        faulty += [(s, residency, FAULT_NONFINITE_LOGITS) for s, residency in matched.broken]
+        for s, residency, fault in faulty:
             if is_broken := fault == FAULT_NONFINITE_LOGITS:
                 broken.append((s, residency))
                 if s.uses_cache and record.step > s.void_through:

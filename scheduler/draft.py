@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from octavo.scheduler.config import Limits
 from octavo.scheduler.errors import InvariantViolation
-from octavo.scheduler.pipeline import Chunk, PlanRecord
+from octavo.scheduler.pipeline import Chunk, PlanRecord, PromptPart
 from octavo.scheduler.sequence import Sequence
 from octavo.wire.codec import MAX_MESSAGE_BYTES
 from octavo.wire.columns import column_length, pack_ints
@@ -52,6 +52,7 @@ class Draft:
     """Sequences that draw their first token while siblings wait for that."""
     entered: list[Sequence] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
+    prompt_parts: list[PromptPart] = field(default_factory=list)
     num_new_ids: int = 0
 
     @classmethod
@@ -74,6 +75,8 @@ class Draft:
             self.chunks[sequence] = (num_tokens, FLAG_SAMPLE if samples else 0)
         if samples and sequence.first_token_at is None:
             self.first_draws.append(sequence)
+        if sequence.first_told < sequence.num_prompt:
+            self._tell(sequence, sequence.num_planned - num_tokens)
 
     def take_back(self, sequence: Sequence) -> None:
         """Undo whatever this plan would have done for a running sequence, which gives way."""
@@ -86,9 +89,16 @@ class Draft:
         self.num_left += num_tokens
         sequence.num_planned -= num_tokens
         sequence.num_expected -= flag == FLAG_SAMPLE
+        self.prompt_parts = [part for part in self.prompt_parts if part.sequence is not sequence]
         for chosen in (self.filled, self.leaders, self.first_draws):
             if sequence in chosen:
                 chosen.remove(sequence)
+
+    def _tell(self, s: Sequence, begin: int) -> None:
+        """Expect what a sequence tells of its prompt: each token's logits predict the one behind it."""
+        first, end = max(begin + 1, s.first_told), min(s.num_planned + 1, s.num_prompt)
+        if first < end:
+            self.prompt_parts.append(PromptPart(s, s.residency, row_of(s), first, end - first))
 
     def columns(self) -> "Columns":
         """Return what the plan says of its rows."""
@@ -128,6 +138,7 @@ class Draft:
             [n for _, _, n in drawing],
             [Chunk(s, residency, n) for s, residency, n, flag in rows if not flag],
             self.first_draws + forked,
+            self.prompt_parts,
         )
 
 
@@ -185,4 +196,5 @@ def _new_row(sequence: Sequence, grammar: int) -> NewRow:
         token_ids=sequence.token_ids(),
         sampling=request.sampling,
         grammar=grammar,
+        first_prompt_logprob=sequence.first_told if request.sampling.prompt_logprobs >= 0 else 0,
     )

@@ -35,6 +35,7 @@ class Intake:
             caller=message.caller,
             priority=message.priority,
             grammar=message.grammar,
+            num_prompt_told=max(1, message.num_prompt_told),
         )
         if self._enable_prefix_caching:
             request.prefix_root, request.prefix_keys = message.prefix_root, message.prefix_keys

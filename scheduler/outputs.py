@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from octavo.scheduler.sequence import Request, Sequence
 from octavo.wire.columns import deinterleave
 from octavo.wire.ids import SessionId
 from octavo.wire.plan import RowLogprobs
+from octavo.wire.prompt_logprobs import PromptLogprobs
 from octavo.wire.requests import ChoiceFinished, ChoiceLogprobs, FinishReason, RequestFailed, RequestStarted, StepOutput
 
 
@@ -16,6 +19,7 @@ class _Gathered:
     logprobs: list[ChoiceLogprobs] = field(default_factory=list)
     finished: list[ChoiceFinished] = field(default_factory=list)
     failed: list[RequestFailed] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
     def build(self) -> StepOutput:
         handle, choice, position, token = deinterleave(self.tokens, 4)
@@ -28,6 +32,7 @@ class _Gathered:
             tuple(self.logprobs),
             tuple(self.finished),
             tuple(self.failed),
+            tuple(self.prompt_logprobs),
         )
 
 
@@ -59,6 +64,14 @@ class Outputs:
                 logprobs.top_logprobs,
             )
         )
+
+    def tell_prompt(self, request: Request, told: PromptLogprobs) -> None:
+        """Tell log-probabilities of a part of a prompt, as far as they have not been told before."""
+        num_known = request.num_prompt_told - told.first_position
+        if num_known < told.count:
+            new = told.without(num_known) if num_known else told
+            self._of(request.frontend).prompt_logprobs.append(replace(new, of=request.handle))
+            request.num_prompt_told = new.first_position + new.count
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """Tell that a choice has ended."""

@@ -3,13 +3,15 @@
 from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from octavo.scheduler.errors import BadResult, InvariantViolation
 from octavo.scheduler.sequence import Sequence, Status
 from octavo.wire.columns import pack_ints, unpack_ints
+from octavo.wire.ids import Row
 from octavo.wire.plan import RowLogprobs, StepResult
+from octavo.wire.prompt_logprobs import PromptLogprobs
 
 
 class Chunk(NamedTuple):
@@ -18,6 +20,16 @@ class Chunk(NamedTuple):
     sequence: Sequence
     residency: int
     num_tokens: int
+
+
+class PromptPart(NamedTuple):
+    """A row of a sent plan that tells of its prompt: the positions, and whose they are."""
+
+    sequence: Sequence
+    residency: int
+    row: Row
+    first: int
+    num_positions: int
 
 
 @dataclass(slots=True)
@@ -37,6 +49,7 @@ class PlanRecord:
     chunks: list[Chunk]
     first_draws: list[Sequence]
     """Sequences that draw their first token, perhaps: who was preempted draws its next one."""
+    prompt_parts: list[PromptPart] = field(default_factory=list)
 
     def counts(self, sequence: Sequence, residency: int) -> bool:
         """Say whether what the plan draws for a sequence, in that stay in the batch, still counts."""
@@ -54,6 +67,9 @@ class Matched(NamedTuple):
     """Index among the record's sequences -> FAULT_*."""
     logprobs: dict[int, RowLogprobs]
     """Index among the record's sequences -> what came with its token."""
+    told: Several[tuple[PromptPart, PromptLogprobs]] = ()
+    broken: Several[tuple[Sequence, int]] = ()
+    """Sequences, and their stays in the batch, that draw nothing and whose values broke: they could not tell."""
 
 
 class Pipeline:
@@ -126,12 +142,17 @@ class Pipeline:
 
 def _match(record: PlanRecord, result: StepResult) -> Matched:
     faults: dict[int, int] = {}
+    faulty: dict[int, int] = {}
+    broken: list[tuple[Sequence, int]] = []
     expected = record.rows
     if result.fault_row:
         rows = unpack_ints(record.rows)
+        telling = {part.row for part in record.prompt_parts}
         faulty = dict(zip(unpack_ints(result.fault_row), unpack_ints(result.fault), strict=True))
-        if not set(faulty) <= set(rows):
+        if not set(faulty) <= telling.union(rows):
             raise BadResult(f"plan {record.step}: rows {sorted(faulty)} fault, but {list(rows)} sampled")
+        drawing = set(rows)
+        broken = [(p.sequence, p.residency) for p in record.prompt_parts if p.row in faulty and p.row not in drawing]
         faults = {index: faulty[row] for index, row in enumerate(rows) if row in faulty}
         expected = pack_ints(row for row in rows if row not in faulty)
     if result.row != expected:
@@ -147,4 +168,19 @@ def _match(record: PlanRecord, result: StepResult) -> Matched:
             for index, (row, s) in enumerate(asked)
             if row in by_row and s.request.sampling.logprobs >= 0
         }
-    return Matched(record, unpack_ints(result.token), faults, logprobs)
+    told = _match_told(record, result, faulty) if record.prompt_parts or result.prompt_logprobs else ()
+    return Matched(record, unpack_ints(result.token), faults, logprobs, told, broken)
+
+
+def _match_told(
+    record: PlanRecord, result: StepResult, faulty: dict[int, int]
+) -> list[tuple[PromptPart, PromptLogprobs]]:
+    """Match what rows tell of their prompts with what the plan had them compute."""
+    parts: dict[int, PromptPart] = {part.row: part for part in record.prompt_parts if part.row not in faulty}
+    expected = {
+        row: (p.first, p.num_positions, p.sequence.request.sampling.prompt_logprobs) for row, p in parts.items()
+    }
+    told = {entry.of: (entry.first_position, entry.count, entry.num_top) for entry in result.prompt_logprobs}
+    if told != expected or len(told) != len(result.prompt_logprobs):
+        raise BadResult(f"plan {record.step}: prompt log-probabilities {told}, expected {expected}")
+    return [(parts[entry.of], entry) for entry in result.prompt_logprobs]

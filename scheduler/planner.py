@@ -252,8 +252,9 @@ class Planner:
         s.num_cached = s.num_planned = s.num_confirmed = len(hits) * self.limits.block_size
         s.num_published = len(hits)
         s.publishes = s.uses_cache
+        s.first_told = s.request.num_prompt_told if s.tells_prompt else s.num_prompt
         self.num_recomputed_tokens += max(0, min(s.num_furthest, s.num_known) - s.num_cached)
-        self._extend(s, draft.offer(s.num_known - s.num_cached), draft)
+        self._extend(s, draft.offer(min(s.num_known, s.plan_limit) - s.num_cached), draft)
         draft.entered.append(s)
         self.cache.publish(s, s.num_planned)
         if s.num_planned == s.num_prompt and s.request.held:
@@ -309,6 +310,7 @@ class Planner:
         target.num_blocks_sent = len(self.tables.table(target.number))
         target.num_cached, target.num_published = source.num_cached, source.num_published
         target.publishes = source.publishes
+        target.first_told = target.num_prompt
         target.keys = list(source.keys)
         if source.num_planned % self.limits.block_size:
             # The last block is shared: whoever writes to it next copies it first.

@@ -51,6 +51,8 @@ class Request:
     prefix_root: bytes = b""
     """Empty: nothing of it is shared or found."""
     prefix_keys: bytes = b""
+    num_prompt_told: int = 1
+    """Positions of the prompt whose log-probabilities the frontend has, where they are asked for; the first has none."""
     _split_keys: list[bytes] = field(default_factory=list)
     sequences: list["Sequence"] = field(default_factory=list)
     num_unfinished: int = 0
@@ -79,6 +81,11 @@ class Request:
     def num_queued_tokens(self) -> int:
         """What it counts in the bound of the waiting queue."""
         return self.num_prompt_tokens * len(self.sequences)
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be told."""
+        return self.sampling.prompt_logprobs >= 0 and self.num_prompt_told < self.num_prompt_tokens
 
     @property
     def held(self) -> list["Sequence"]:
@@ -121,6 +128,8 @@ class Sequence:
     residency: int = 0
     """Names its stay in the batch among all of an epoch, or, negative, the one that ended: what is drawn or published in
     one stay says nothing of another."""
+    first_told: int = 0
+    """Position from which on it tells of its prompt while it has its present row."""
     newest_step: int = 0
     """No plan of this epoch after this one names it; of use while it waits."""
     void_through: int = 0
@@ -150,6 +159,14 @@ class Sequence:
     def num_plannable(self) -> int:
         """Tokens that can be planned now: up to the end of what is known or being drawn."""
         return min(self.num_expected, self.plan_limit) - self.num_planned
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether it is the one choice that computes and tells what is left to tell of the prompt."""
+        if not self.request.tells_prompt:
+            return False
+        waiting_or_gone = (Status.HELD, Status.FINISHED)
+        return next((s for s in self.request.sequences if s.status not in waiting_or_gone), None) is self
 
     def finish_reason(self) -> FinishReason | None:
         """Return why a sequence is over after its newest token, None if it goes on."""

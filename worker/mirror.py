@@ -27,6 +27,7 @@ class RowState:
     num_computed: int  # tokens whose keys and values are in the cache
     sampling: RowSampling
     choice: int
+    first_told: int  # position of the prompt from which on log-probabilities are told; none from num_prompt on
     table: list[int] = field(default_factory=list)
 
     @property
@@ -80,6 +81,18 @@ class Fork:
 
 
 @dataclass(frozen=True)
+class PromptPart:
+    """Tokens of a prompt whose log-probabilities are told: those that the logits of this step's tokens predict."""
+
+    place: int  # of the row in the plan
+    row: int
+    offset: int  # among the row's tokens of this step: the one that predicts the first
+    first: int  # position of the first
+    count: int
+    top: int  # likeliest ids for each
+
+
+@dataclass(frozen=True)
 class Step:
     """The forward pass of a plan: columns over its rows, then what is sampled from it."""
 
@@ -88,6 +101,7 @@ class Step:
     starts: list[int]  # where they begin
     sampling: list[int]  # places in `rows` of those that sample, in the plan's order
     forks: list[Fork]
+    prompt_parts: list[PromptPart] = field(default_factory=list)
 
     @cached_property
     def sampling_rows(self) -> list[int]:
@@ -102,11 +116,13 @@ class Mirror:
         self.limits = limits
         self._states: dict[int, RowState] = {}
         self._blocks = BlockUse(limits.num_blocks, limits.block_size)
+        self._telling: set[int] = set()  # rows with something to tell of their prompts
 
     def clear(self) -> None:
         """Forget every row: the session is over."""
         self._states.clear()
         self._blocks.clear()
+        self._telling.clear()
 
     def __len__(self) -> int:
         return len(self._states)
@@ -131,6 +147,7 @@ class Mirror:
         for row in unpack_ints(plan.freed_rows):
             self._blocks.release(self.state(row).table)
             del self._states[row]
+            self._telling.discard(row)
         begun = [self._begin(new) for new in plan.new_rows]
         copies = list(zip(*map(unpack_ints, (plan.copy_row, plan.copy_src, plan.copy_dst)), strict=True))
         cells = [self._copy(*copy) for copy in copies]
@@ -153,19 +170,22 @@ class Mirror:
         if sum(counts) > self.limits.max_num_batched_tokens:
             raise PlanError(f"plan of {sum(counts)} tokens, limit {self.limits.max_num_batched_tokens}")
         starts, sampling = [], []
+        parts: list[PromptPart] = []
         for place, (row, count, flags) in enumerate(zip(rows, counts, unpack_ints(plan.flags), strict=True)):
             if flags not in (0, FLAG_SAMPLE):
                 raise PlanError(f"row {row} has flags {flags}, known are 0 and {FLAG_SAMPLE}")
             starts.append(self._advance(row, count, bool(flags)))
             if flags:
                 sampling.append(place)
+            if self._telling and row in self._telling:
+                parts += self._told(place, row, starts[-1], count)
         self._blocks.check_hits()
         forks = []
         if plan.fork_src:
             columns = map(unpack_ints, (plan.fork_src, plan.fork_dst, plan.fork_choice))
             forks = [Fork(*fork) for fork in zip(*columns, strict=True)]
             self._fork_all(forks, {rows[place] for place in sampling})
-        return Step(rows, counts, starts, sampling, forks)
+        return Step(rows, counts, starts, sampling, forks, parts)
 
     def sampled(self, row: int) -> int:
         """Count an id that was, or is being, drawn for a row; `advance` has seen that it has room. Return its place."""
@@ -194,10 +214,32 @@ class Mirror:
         if min(ids) < 0 or max(ids) >= limits.vocab_size:
             raise PlanError(f"row {new.row} holds an id outside of [0, {limits.vocab_size})")
         state = RowState(
-            new.request, new.num_prompt_tokens, len(ids), new.num_computed_tokens, new.sampling, new.choice
+            new.request,
+            new.num_prompt_tokens,
+            len(ids),
+            new.num_computed_tokens,
+            new.sampling,
+            new.choice,
+            max(1, new.first_prompt_logprob),
         )
+        if new.sampling.prompt_logprobs >= 0 and state.first_told < state.num_prompt:
+            if new.num_computed_tokens >= state.first_told:
+                raise PlanError(
+                    f"row {new.row} is to tell what was computed before it: {new.num_computed_tokens} tokens"
+                )
+            self._telling.add(new.row)
         self._states[new.row] = state
         return BegunRow(new.row, ids, state)
+
+    def _told(self, place: int, row: int, begin: int, count: int) -> list[PromptPart]:
+        """Return what a row tells of its prompt after it has computed `count` tokens from `begin` on."""
+        state = self._states[row]
+        first, end = max(begin + 1, state.first_told), min(begin + count + 1, state.num_prompt)
+        if end == state.num_prompt:
+            self._telling.discard(row)
+        if first >= end:
+            return []
+        return [PromptPart(place, row, first - 1 - begin, first, end - first, state.sampling.prompt_logprobs)]
 
     def _check_free_row(self, row: int) -> None:
         if not 0 <= row < self.limits.max_num_seqs:

@@ -3,13 +3,14 @@
 Rows owns the tensors; the mirror says how much of them is valid and has checked what a plan asks for.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from octavo.wire.plan import StepPlan
-from octavo.worker.mirror import Mirror, RowLimits, RowState, Step
+from octavo.worker.mirror import Mirror, PromptPart, RowLimits, RowState, Step
 from octavo.worker.models.decoder import Batch
 from octavo.worker.sampler import RowSampler, SamplingRow
 
@@ -21,6 +22,8 @@ class PlannedBatch:
     batch: Batch
     sampling_rows: list[int]
     logits_of: Tensor | None = None  # [sampling rows] int64: which line of the logits each takes; None: its own
+    prompt_parts: list[PromptPart] = field(default_factory=list)
+    first_tokens: list[int] = field(default_factory=list)  # by place in the plan: where a row's tokens begin
 
 
 class Rows:
@@ -82,9 +85,13 @@ class Rows:
             PlanError: see `Mirror.advance`.
         """
         step = self._mirror.advance(plan)
-        forward_pass = self._forward_pass(step)
-        if not step.forks:
-            return PlannedBatch(forward_pass, step.sampling_rows)
+        planned = PlannedBatch(self._forward_pass(step), step.sampling_rows)
+        if step.prompt_parts:
+            first_tokens = [0, *accumulate(step.counts)]
+            planned = replace(planned, prompt_parts=step.prompt_parts, first_tokens=first_tokens)
+        return self._forked(planned, step) if step.forks else planned
+
+    def _forked(self, planned: PlannedBatch, step: Step) -> PlannedBatch:
         places = {step.rows[place]: line for line, place in enumerate(step.sampling)}  # row -> its line of the logits
         for fork in step.forks:
             state = self.state(fork.target)
@@ -92,7 +99,8 @@ class Rows:
             self.ids[fork.target, : state.num_known] = self.ids[fork.source, : state.num_known]
             self._tables[fork.target, : len(state.table)] = self._tables[fork.source, : len(state.table)]
             places[fork.target] = places[fork.source]
-        return PlannedBatch(forward_pass, list(places), torch.tensor(list(places.values()), device=self._device))
+        logits_of = torch.tensor(list(places.values()), device=self._device)
+        return replace(planned, sampling_rows=list(places), logits_of=logits_of)
 
     def store(self, row: int, token: int) -> None:
         """Append a sampled id to a row that sampled in this step."""

@@ -11,6 +11,7 @@ from octavo.wire.plan import StepPlan, StepResult
 from octavo.worker.grammar import Grammars, settle
 from octavo.worker.mirror import RowLimits
 from octavo.worker.models.decoder import Batch, Decoder, KVCache
+from octavo.worker.prompt_logprobs import Told, tell, try_telling
 from octavo.worker.rehearsal import MANY_LOGPROBS, draw_everything
 from octavo.worker.results import step_result
 from octavo.worker.rows import Rows
@@ -140,7 +141,10 @@ class EagerRunner:
     @torch.inference_mode()
     def profile(self) -> None:
         """Run the largest step once, without touching any row or block."""
-        self._model.forward(profile_batch(self.rows.limits, self._device), self._caches).float()
+        batch = profile_batch(self.rows.limits, self._device)
+        hidden = self._model.hidden(batch, self._caches)
+        try_telling(self._model, self._ops, hidden, self.rows.ids, self._valid_vocab)
+        self._model.logits(hidden, batch.logits_index).float()
 
     @torch.inference_mode()
     def profile_sampling(self) -> None:
@@ -186,8 +190,15 @@ class EagerRunner:
         if copies:
             self._copy_blocks(copies)
         sampled: list[Sampled] = []
+        told: Told | None = None
         if planned.batch.input_ids.numel():
-            logits = self._model.forward(planned.batch, self._caches).float()
+            if planned.prompt_parts:
+                hidden = self._model.hidden(planned.batch, self._caches)
+                parts, first_tokens = planned.prompt_parts, planned.first_tokens
+                told = tell(self._model, self._ops, hidden, self.rows.ids, parts, first_tokens, self._valid_vocab)
+                logits = self._model.logits(hidden, planned.batch.logits_index).float()
+            else:
+                logits = self._model.forward(planned.batch, self._caches).float()
             if planned.logits_of is not None:
                 logits = logits[planned.logits_of]
             rows = [self.rows.sampling_row(row) for row in planned.sampling_rows]
@@ -195,12 +206,17 @@ class EagerRunner:
                 followers = self._grammars.of_step(plan, planned.sampling_rows)
                 masks = self._grammars.masks(followers)
                 drawn = draw(self._ops, logits, self.rows.ids, rows, self._valid_vocab, masks.mask if masks else None)
-                if self._device.type == "cuda":
-                    torch.cuda.current_stream(self._device).synchronize()
+                self._synchronize()
                 sampled = settle(followers, masks, drawn.collect())
         for row, outcome in zip(planned.sampling_rows, sampled, strict=True):
             self.rows.store(row, PLACEHOLDER_TOKEN if outcome.token is None else outcome.token)
-        return step_result(plan, planned.sampling_rows, sampled, (time.monotonic_ns() - started) // 1000)
+        self._synchronize()
+        parts_told = told.collect() if told is not None else []
+        return step_result(plan, planned.sampling_rows, sampled, parts_told, (time.monotonic_ns() - started) // 1000)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         source, target = torch.tensor(copies, dtype=torch.int64, device=self._caches[0].keys.device).unbind(1)

@@ -2,23 +2,24 @@
 
 import time
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TypeAlias
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from octavo.frontend.choice import ChoiceEnd, Chunk
+from octavo.frontend.openai.prompt_logprobs import PromptColumns, PromptLogprob, describe_prompt, prompt_columns
+from octavo.frontend.openai.texts import LEAST_LOGPROB, legacy_text
 from octavo.frontend.streams import Stream
 from octavo.frontend.tokenizer import ModelTokenizer
 from octavo.wire.columns import unpack_floats, unpack_ints
 from octavo.wire.requests import FinishReason
 
-LEAST_LOGPROB = -9999.0
-"""What takes the place of minus infinity, for which JSON has no number; as OpenAI has it."""
-
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 Ids: TypeAlias = list[int] | UnsetType
+PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None] | UnsetType
 
 
 class PromptDetails(Struct):
@@ -61,9 +62,9 @@ class CompletionLogprobs(Struct):
     """Of a completion: columns with one entry a token."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(Struct):
@@ -76,6 +77,7 @@ class CompletionChoice(Struct):
     stop_reason: str | int | None = None
     token_ids: Ids = UNSET
     prompt_token_ids: Ids = UNSET
+    prompt_logprobs: PromptLogprobs = UNSET
 
 
 class CalledFunction(Struct):
@@ -147,6 +149,7 @@ class Envelope(Struct):
     choices: list[CompletionChoice] | list[ChatChoice] | list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: Ids = UNSET
+    prompt_logprobs: PromptLogprobs = UNSET
 
 
 @dataclass
@@ -157,16 +160,31 @@ class Part:
         stream: of its choices.
         tokenizer: of the model.
         first_index: of its choices in the answer.
+        prompt_top: likeliest ids that are wanted for each token of the prompt; None if it is not to be told.
+        prompt_logprobs: what is told of the prompt, once `describe` has been called.
+        echoed: the prompt's part of the log-probabilities where it is echoed, once `describe` has been called.
         text_offsets: for each choice, where the text of its next token with log-probabilities begins.
     """
 
     stream: Stream
     tokenizer: ModelTokenizer
     first_index: int
+    prompt_top: int | None = None
+    prompt_logprobs: PromptLogprobs = field(default=UNSET, init=False)
+    echoed: PromptColumns | None = field(default=None, init=False)
     text_offsets: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.text_offsets = [0] * len(self.stream.choices)
+
+    async def describe(self) -> None:
+        """Put into words what is wanted of the prompt, once all of it has been told."""
+        journal = self.stream.journal
+        params = journal.call.params
+        if self.prompt_top is not None and self.prompt_logprobs is UNSET:
+            self.prompt_logprobs = await describe_prompt(journal, self.tokenizer, self.prompt_top)
+        if params.echo and params.logprobs is not None and self.echoed is None:
+            self.echoed = await prompt_columns(journal, self.tokenizer, params.logprobs)
 
     def new_ids(self, chunk: Chunk) -> Ids:
         """Return the ids of a chunk, if they are wanted."""
@@ -212,7 +230,7 @@ class Answer:
             chat = [_whole_chat(part, index) for index in range(len(part.stream.choices))]
             ids = part.prompt_ids
             return msgspec.json.encode(
-                Envelope(self._id, self.kind, self._created, self._model, chat, usage, prompt_token_ids=ids)
+                Envelope(self._id, self.kind, self._created, self._model, chat, usage, ids, part.prompt_logprobs)
             )
         texts = [_whole_text(part, index) for part in parts for index in range(len(part.stream.choices))]
         return msgspec.json.encode(Envelope(self._id, self.kind, self._created, self._model, texts, usage))
@@ -284,6 +302,7 @@ def _whole_text(part: Part, choice: int) -> CompletionChoice:
         _stop_reason(end),
         part.new_ids(chunk),
         part.prompt_ids,
+        part.prompt_logprobs,
     )
 
 
@@ -309,7 +328,8 @@ def _take_whole(part: Part, choice: int) -> tuple[ChoiceEnd, Chunk]:
     text, reasoning = "".join(chunk.text for chunk in chunks), "".join(chunk.reasoning for chunk in chunks)
     calls = tuple(call for chunk in chunks for call in chunk.calls)
     # Only now its end says whether calls were made.
-    return output.end, Chunk(choice, 0, len(output.ids), text, logprobs, reasoning, calls)
+    has_echo = any(chunk.is_echo for chunk in chunks)
+    return output.end, Chunk(choice, 0, len(output.ids), text, logprobs, reasoning, calls, has_echo)
 
 
 def _delta(chunk: Chunk) -> Delta:
@@ -363,15 +383,20 @@ def _text_logprobs(part: Part, chunk: Chunk) -> CompletionLogprobs | None:
         return None
     ids, tokenizer = part.stream.choices[chunk.choice].ids, part.tokenizer
     found = CompletionLogprobs([], [], [], [])
+    if chunk.is_echo and (echoed := part.echoed) is not None:
+        offsets = [0, *accumulate(echoed.lengths)]
+        part.text_offsets[chunk.choice] = offsets.pop()
+        found = CompletionLogprobs(offsets, list(echoed.logprobs), list(echoed.tokens), list(echoed.top))
     for entry in chunk.logprobs:
         raw = tokenizer.token_bytes(ids[entry.position])
-        text = _legacy_text(raw)
+        text = legacy_text(raw)
         found.tokens.append(text)
-        found.token_logprobs.append(max(entry.logprob, LEAST_LOGPROB))
+        drawn = max(entry.logprob, LEAST_LOGPROB)
+        found.token_logprobs.append(drawn)
         top = zip(unpack_ints(entry.top_ids), unpack_floats(entry.top_logprobs))
-        likeliest = {_legacy_text(tokenizer.token_bytes(i)): max(logprob, LEAST_LOGPROB) for i, logprob in top}
+        likeliest = {legacy_text(tokenizer.token_bytes(i)): max(logprob, LEAST_LOGPROB) for i, logprob in top}
         # As OpenAI has it, the token that was drawn is always among them.
-        found.top_logprobs.append(likeliest | {text: found.token_logprobs[-1]})
+        found.top_logprobs.append(likeliest | {text: drawn})
         found.text_offset.append(part.text_offsets[chunk.choice])
         part.text_offsets[chunk.choice] += len(raw.decode("utf-8", "replace"))
     return found
@@ -380,14 +405,6 @@ def _text_logprobs(part: Part, chunk: Chunk) -> CompletionLogprobs | None:
 def _token(tokenizer: ModelTokenizer, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
     raw = tokenizer.token_bytes(token_id)
     return raw.decode("utf-8", "replace"), max(logprob, LEAST_LOGPROB), list(raw)
-
-
-def _legacy_text(raw: bytes) -> str:
-    """Return a token's text; parts of characters are written as OpenAI's completions write them."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def _sse(data: bytes) -> bytes:

@@ -60,9 +60,11 @@ class Generation:
                 checked = [await self._check(call, translation, index) for index in range(len(translation))]
                 unsent = self._calls.config.max_unsent_tokens if body.stream else None
                 with ExitStack() as streams:
-                    parts = self._begin(call, checked, streams, unsent)
+                    parts = self._begin(call, checked, streams, unsent, body.prompt_logprobs)
                     if not body.stream:
                         await _each(parts, _wait)
+                        for part in parts:
+                            await part.describe()
                         await call.reply(answer.whole(parts))
                         return
                     await _each(parts, lambda part: _send_all(part, answer, call))
@@ -71,18 +73,20 @@ class Generation:
 
     async def _check(self, call: HttpCall, translation: Translation, index: int) -> Checked:
         try:
-            return await self._calls.check(translation.input(index), call.context)
+            return await self._calls.check(translation.input(index), call.context, translation.echo)
         except UnicodeError as error:
             raise from_msgspec(error) from None
         except InvalidArgument as error:
             raise to_http(error, translation.param(error.field_path, index)) from None
 
-    def _begin(self, call: HttpCall, checked: list[Checked], streams: ExitStack, unsent: int | None) -> list[Part]:
+    def _begin(
+        self, call: HttpCall, checked: list[Checked], streams: ExitStack, unsent: int | None, prompt_top: int | None
+    ) -> list[Part]:
         parts: list[Part] = []
         num_choices = 0
         for one in checked:
             stream = streams.enter_context(self._calls.begun(one, call.context, unsent, EVENT_COST_S))
-            parts.append(Part(stream, one.model.tokenizer, num_choices))
+            parts.append(Part(stream, one.model.tokenizer, num_choices, prompt_top))
             num_choices += len(stream.choices)
         return parts
 
@@ -136,6 +140,8 @@ async def _send_all(part: Part, answer: Answer, call: HttpCall) -> None:
             if not started and stream.started:
                 started = True
                 events = answer.begun(part)
+            if (prompt := stream.journal.prompt) is not None and (prompt.is_whole or stream.ended):
+                await part.describe()
             for item in stream.take(DEFAULT_CHUNK_TOKENS):
                 if isinstance(item, Chunk):
                     events += answer.chunk(part, item)

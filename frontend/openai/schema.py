@@ -61,6 +61,8 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: UInt32 | None = None
+    echo: bool | None = None
     return_token_ids: bool | None = None
     priority: Int32 | None = None
     cache_salt: str | None = None
@@ -69,9 +71,7 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
     response_format: ResponseFormat | None = None
     structured_outputs: Raw = NOTHING
     # Not served yet.
-    prompt_logprobs: Raw = NOTHING
     use_beam_search: bool | None = None
-    echo: bool | None = None
     # Ignored.
     user: Raw = NOTHING
     metadata: Raw = NOTHING

@@ -40,6 +40,8 @@ FIELDS: Mapping[str, str] = {
     "include_stop_str_in_output": "stopping.include_stop_string",
     "ignore_eos": "stopping.ignore_eos",
     "logprobs": "output.logprobs",
+    "prompt_logprobs": "output.prompt_logprobs",
+    "echo": "output.echo",
     "skip_special_tokens": "output.skip_special_tokens",
     "return_token_ids": "output.token_ids",
     "priority": "priority",
@@ -80,12 +82,14 @@ class Translation:
         names: JSON names where they differ from FIELDS, by the latter.
         prompts: those of a completion.
         is_list: whether the body has a list of prompts, of which an error names one.
+        echo: of a chat, what an echo repeats.
     """
 
     common: pb.GenerationInput
     names: Mapping[str, str]
     prompts: Sequence[str | list[int]] = ()
     is_list: bool = False
+    echo: str | None = None
 
     def __len__(self) -> int:
         return len(self.prompts) or 1
@@ -161,6 +165,9 @@ def translate_completion(body: CompletionBody, config: FrontendConfig) -> Transl
     common = _common(body)
     if body.logprobs is not None:
         common.output.logprobs = body.logprobs
+        if body.echo:
+            # Those of the output cover the prompt as well then.
+            common.output.prompt_logprobs = max(body.logprobs, body.prompt_logprobs or 0)
     if body.max_tokens is None:
         common.stopping.max_tokens = DEFAULT_COMPLETION_TOKENS
     is_list = isinstance(body.prompt, list) and not all(isinstance(item, int) for item in body.prompt)
@@ -185,7 +192,15 @@ def translate_chat(body: ChatBody) -> Translation:
     if body.max_completion_tokens is not None:
         one.stopping.max_tokens = body.max_completion_tokens
         names["max_tokens"] = "max_completion_tokens"
-    return Translation(one, names)
+    return Translation(one, names, echo=_chat_echo(body) if body.echo else None)
+
+
+def _chat_echo(body: ChatBody) -> str:
+    """Return what a chat's echo repeats: the last message, if the answer goes on with it as the same speaker's."""
+    opens = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    if not body.messages or (opens and body.messages[-1].role != "assistant"):
+        return ""
+    return _content(body.messages[-1], len(body.messages) - 1)
 
 
 def chat_prompt(body: ChatBody | TokenizeChatBody) -> pb.ChatPrompt:
@@ -315,9 +330,7 @@ def _is_choice(value: object) -> bool:
 _Asks: TypeAlias = Callable[[Any], bool]
 
 _UNSERVED: Mapping[str, tuple[_Asks, str]] = {
-    "prompt_logprobs": (lambda value: bytes(value) not in (b"", b"null"), "it is not served"),
     "use_beam_search": (_given, "beam search is not served"),
-    "echo": (_given, "it is not served"),
 }
 _UNSERVED_IN_COMPLETIONS: Mapping[str, tuple[_Asks, str]] = {
     "best_of": (lambda value: value not in (None, 1), "only 1 is served"),
@@ -345,11 +358,13 @@ def _refuse_unserved(body: object, table: Mapping[str, tuple[_Asks, str]], prefi
 
 
 def refuse_stream_options(body: GenerationBody) -> None:
-    """See that stream_options come with a stream.
+    """See that stream_options come with a stream, and prompt_logprobs with none, as vLLM has it.
 
     Raises:
         HttpError: they do not, or ask for what is not served.
     """
+    if body.stream and body.prompt_logprobs is not None:
+        raise bad_field("prompt_logprobs", "streams do not have them")
     options = body.stream_options
     if options is None:
         return

@@ -21,14 +21,21 @@ class ParsedChoice(ChoiceOutput):
         params: the request's parameters.
         detokenizer: makes its text.
         parser: reads it.
+        echo: text of the prompt, which comes first, unread; None if it is not wanted.
     """
 
     __slots__ = ("_first_held", "_is_read", "_parser")
 
     def __init__(
-        self, index: int, ids: "array[int]", params: GenerationParams, detokenizer: Detokenizer, parser: OutputParser
+        self,
+        index: int,
+        ids: "array[int]",
+        params: GenerationParams,
+        detokenizer: Detokenizer,
+        parser: OutputParser,
+        echo: str | None = None,
     ) -> None:
-        super().__init__(index, ids, params, detokenizer)
+        super().__init__(index, ids, params, detokenizer, echo)
         self._parser = parser
         self._first_held: int | None = None  # the first token of which no chunk has told
         self._is_read = False
@@ -36,6 +43,9 @@ class ParsedChoice(ChoiceOutput):
     def take(self, limit: int) -> Iterator[Chunk]:
         """Yield what is new, at most `limit` tokens a chunk, beside those of which there was nothing to tell before."""
         for chunk in super().take(limit):
+            if chunk.is_echo:
+                yield chunk
+                continue
             yield from self._told(chunk, self._parser.feed(chunk.text))
         if self.end is not None and not self.num_unsent and not self._is_read:
             self._is_read = True

@@ -6,7 +6,8 @@ from typing import cast
 
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.simulate.links import DealerLink, Network
-from octavo.scheduler.simulate.scenario import DIGEST, Traffic
+from octavo.scheduler.simulate.model import told_of_prompt
+from octavo.scheduler.simulate.scenario import DIGEST, VOCAB_SIZE, Traffic
 from octavo.scheduler.simulate.workload import Choice, Job, Workload
 from octavo.scheduler.simulate.world import Process, Violation, World
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S, DealerChannel
@@ -15,6 +16,7 @@ from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import PROTOCOL_VERSION, FrontendHello, FrontendWelcome, ServiceFacts, WorkerState
 from octavo.wire.ids import BootId
 from octavo.wire.peer import Peer, PeerEvent, PeerRefused, SessionBegan, SessionEnded, Waiting
+from octavo.wire.prompt_logprobs import PromptLogprobs
 from octavo.wire.requests import (
     CancelRequest,
     ChoiceFinished,
@@ -241,6 +243,8 @@ class SimFrontend(Process):
     def _on_output(self, output: StepOutput) -> None:
         for started in output.started:
             self._on_started(started)
+        for told in output.prompt_logprobs:
+            self._on_told(told)
         jobs = self.jobs
         columns = (output.handle, output.choice, output.position, output.token)
         for handle, choice, position, token in zip(*map(unpack_ints, columns), strict=True):
@@ -269,6 +273,17 @@ class SimFrontend(Process):
             raise Violation(f"job {job.handle} of {len(job.prompt)} tokens found {num_cached}, root {job.root!r}")
         self.world.stats["cached tokens told"] += num_cached
 
+    def _on_told(self, told: PromptLogprobs) -> None:
+        if (job := self.jobs.get(told.of)) is None:
+            return
+        top, end = job.sampling.prompt_logprobs, told.first_position + told.count
+        if job.started_in != self.peer.session_id or told.first_position != job.num_prompt_told or top < 0:
+            raise Violation(f"job {job.handle}: told of position {told.first_position} after {job.num_prompt_told}")
+        if told != told_of_prompt(told.of, job.prompt, told.first_position, end, top, VOCAB_SIZE):
+            raise Violation(f"job {job.handle}: its prompt is told wrong from {told.first_position} on")
+        job.num_prompt_told = end
+        self.world.stats["prompt positions told"] += told.count
+
     def _on_token(self, job: Job, index: int, position: int, token: int) -> None:
         choice = job.choices[index]
         if choice.is_finished:
@@ -278,6 +293,8 @@ class SimFrontend(Process):
         name = f"job {job.handle}, choice {index}"
         if job.started_in != self.peer.session_id:
             raise Violation(f"{name}: a token before the start")
+        if job.sampling.prompt_logprobs >= 0 and job.num_prompt_told < len(job.prompt):
+            raise Violation(f"{name}: a token before the whole prompt was told")
         if position != len(choice.ids):
             raise Violation(f"{name}: position {position} after {len(choice.ids)} tokens")
         if len(choice.ids) >= job.max_tokens or job.is_wrong:
@@ -331,6 +348,8 @@ class SimFrontend(Process):
             raise Violation(f"{name} ended {event.reason!r} with {list(ids)}, stop ids {job.stop_ids}")
         if not is_stop and len(ids) != job.max_tokens:
             raise Violation(f"{name} ended after {len(ids)} of {job.max_tokens} tokens")
+        if job.sampling.prompt_logprobs >= 0 and job.num_prompt_told < len(job.prompt):
+            raise Violation(f"{name} ended before the whole prompt was told")
         if job.sampling.logprobs >= 0 and choice.stop_at is None and choice.num_logprobs != len(ids):
             raise Violation(f"{name}: {choice.num_logprobs} log-probabilities for {len(ids)} tokens")
         self._finish(job, choice)

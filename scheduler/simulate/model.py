@@ -14,6 +14,7 @@ from octavo.wire.columns import pack_floats, pack_ints, unpack_ints
 from octavo.wire.handshake import WorkerFacts
 from octavo.wire.ids import NULL_BLOCK
 from octavo.wire.plan import FAULT_NONFINITE_LOGITS, FLAG_SAMPLE, RowLogprobs, RowSampling, StepPlan, StepResult
+from octavo.wire.prompt_logprobs import PromptLogprobs
 
 POISON = -1
 """In a slot that was not written since its block was given out."""
@@ -97,6 +98,7 @@ class MirrorRow:
     num_computed: int
     table: list[int] = field(default_factory=list)
     stop_ids: Sequence[int] = ()
+    first_told: int = 0
 
 
 class FakeModel:
@@ -159,7 +161,11 @@ class FakeModel:
                 ids,
                 new.num_computed_tokens,
                 stop_ids=stop_ids,
+                first_told=max(1, new.first_prompt_logprob),
             )
+            tells = new.sampling.prompt_logprobs >= 0 and new.first_prompt_logprob < new.num_prompt_tokens
+            if tells and new.num_computed_tokens >= self.rows[new.row].first_told:
+                raise PlanError(f"row {new.row} is to tell what was computed before it")
 
     def _check_free_row(self, plan: StepPlan, row: int, request: str) -> None:
         if row in self.rows:
@@ -214,9 +220,11 @@ class FakeModel:
         if not rows or sum(counts) > self.facts.max_num_batched_tokens:
             raise PlanError(f"plan {plan.step} computes {sum(counts)} of {self.facts.max_num_batched_tokens} tokens")
         self.computed_tokens += sum(counts)
+        begins = {row: self._live(plan, row).num_computed for row in rows}
         for row, count, row_flags in zip(rows, counts, flags, strict=True):
             self._write(plan, row, count, row_flags)
         seen = {row: self._read(row) for row in rows}  # after all were written: a layer attends last
+        told = {row: self._tell(row, begins[row], seen[row]) for row in rows if self._tells(row, begins[row])}
         sampling = [row for row, row_flags in zip(rows, flags, strict=True) if row_flags & FLAG_SAMPLE]
         for source, target, choice in zip(
             *map(unpack_ints, (plan.fork_src, plan.fork_dst, plan.fork_choice)), strict=True
@@ -226,7 +234,7 @@ class FakeModel:
             self._fork(plan, source, target, choice)
             seen[target] = seen[source]
             sampling.append(target)
-        return self._sample(plan, sampling, seen)
+        return self._sample(plan, sampling, seen, told)
 
     def _write(self, plan: StepPlan, row: int, count: int, flags: int) -> None:
         state = self._live(plan, row)
@@ -276,9 +284,28 @@ class FakeModel:
         for block in state.table:
             self._holders[block] += 1
 
-    def _sample(self, plan: StepPlan, rows: list[int], seen: dict[int, list[int]]) -> StepResult:
+    def _tells(self, row: int, begin: int) -> bool:
+        state = self.rows[row]
+        first, end = max(begin + 1, state.first_told), min(state.num_computed + 1, state.num_prompt)
+        return state.sampling.prompt_logprobs >= 0 and first < end
+
+    def _tell(self, row: int, begin: int, seen: list[int]) -> PromptLogprobs | None:
+        """Return what a row tells of its prompt after it computed from `begin` on; None if its values are broken."""
+        state = self.rows[row]
+        first, end = max(begin + 1, state.first_told), min(state.num_computed + 1, state.num_prompt)
+        if GARBAGE in seen:
+            return None
+        return told_of_prompt(row, state.ids, first, end, state.sampling.prompt_logprobs, self.facts.vocab_size)
+
+    def _sample(
+        self,
+        plan: StepPlan,
+        rows: list[int],
+        seen: dict[int, list[int]],
+        told: dict[int, PromptLogprobs | None],
+    ) -> StepResult:
         drawn: list[tuple[int, int]] = []
-        faults: list[int] = []
+        faults: list[int] = [row for row, part in told.items() if part is None and row not in rows]
         logprobs: list[RowLogprobs] = []
         for row in rows:
             state = self.rows[row]
@@ -303,11 +330,29 @@ class FakeModel:
             fault=pack_ints([FAULT_NONFINITE_LOGITS] * len(faults)),
             logprobs=tuple(logprobs),
             compute_us=1,
+            prompt_logprobs=tuple(part for part in told.values() if part is not None),
         )
 
     def _logprobs(self, row: int, token: int, count: int) -> RowLogprobs:
         top = [(token + i) % self.facts.vocab_size for i in range(count)]
         return RowLogprobs(row, -0.5, 1, pack_ints(top), pack_floats([-0.5 - i for i in range(count)]))
+
+
+def told_of_prompt(of: int, ids: Sequence[int], first: int, end: int, num_top: int, vocab_size: int) -> PromptLogprobs:
+    """Return what is told of the positions from `first` to before `end`, which depends on every token up to each."""
+    marks: list[int] = []
+    mark = zlib.crc32(pack_ints(ids[:first]))
+    for position in range(first, end):
+        mark = zlib.crc32(pack_ints([ids[position]]), mark)
+        marks.append(mark)
+    return PromptLogprobs(
+        of,
+        first,
+        pack_floats([-(mark % 4096) / 16 for mark in marks]),
+        pack_ints([1 + mark % vocab_size for mark in marks]),
+        pack_ints([(mark + i) % vocab_size for mark in marks for i in range(num_top)]),
+        pack_floats([-(mark % 256 + i) / 8 for mark in marks for i in range(num_top)]),
+    )
 
 
 def draw(token: int, masked: Sequence[int], vocab_size: int) -> int:

@@ -91,6 +91,7 @@ class Job:
     choices: list[Choice] = field(default_factory=list)
     handle: int = -1
     submitted_at: float = 0.0
+    num_prompt_told: int = 1
     num_received: int = 0
     started_in: int = 0
     """Session in which its start was told."""
@@ -118,6 +119,7 @@ class Job:
             priority=self.priority,
             prefix_root=self.root if is_shared else b"",
             prefix_keys=prompt_keys(self.root, self.prompt_ids, facts.block_size) if is_shared else b"",
+            num_prompt_told=self.num_prompt_told,
         )
 
 
@@ -153,6 +155,9 @@ class Workload:
         random, traffic = self._random, self._traffic
         prompt = self._draw_prompt(facts)
         max_tokens = random.randint(1, max(1, min(traffic.max_output, facts.max_model_len - len(prompt))))
+        tells_prompt = random.random() < traffic.prompt_logprobs
+        if tells_prompt and random.random() < 0.3:
+            max_tokens = 0
         num_choices = random.randint(2, 4) if random.random() < traffic.choices else 1
         stop_ids = tuple(random.sample(range(VOCAB_SIZE), random.choice([0, 0, 1, 3])))
         min_tokens = random.randint(0, max_tokens) if random.random() < 0.2 else 0
@@ -175,6 +180,7 @@ class Workload:
                 min_tokens=min_tokens,
                 stop_token_ids=pack_ints(stop_ids),
                 logprobs=random.randint(0, 3) if random.random() < traffic.logprobs else -1,
+                prompt_logprobs=random.randint(0, 2) if tells_prompt else -1,
             ),
             stop_ids=stop_ids,
             caller=random.choice(["a", "a", "b", "c"]),
@@ -188,7 +194,7 @@ class Workload:
         )
         for index in range(num_choices):
             choice = Choice(Oracle(prompt_ids, seed, index, stop_ids, min_tokens))
-            if random.random() < traffic.stops:
+            if max_tokens and random.random() < traffic.stops:
                 choice.stop_at = random.randint(max(1, min_tokens), max_tokens)
             job.choices.append(choice)
         if num_choices > 1 and random.random() < traffic.stops / 2:

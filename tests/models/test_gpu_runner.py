@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.wire.columns import pack_ints, unpack_ints
+from octavo.wire.columns import pack_ints, unpack_floats, unpack_ints
 from octavo.wire.plan import FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, RowSampling, StepPlan, StepResult
 from octavo.worker.errors import PlanError
 from octavo.worker.gpu import graphs
@@ -309,3 +309,25 @@ def test_the_largest_step_can_be_tried_without_a_trace(runner: GpuRunner) -> Non
     runner.profile_sampling()
     assert all(torch.equal(cache.keys, keys) for cache, keys in zip(runner._caches, before, strict=True))
     assert len(runner.rows) == 0
+
+
+def test_prompts_are_told_as_the_reference_tells_them(runner: GpuRunner, expected_by: EagerRunner) -> None:
+    telling = RowSampling(seed=1, temperature=0.0, prompt_logprobs=2)
+
+    def plans() -> list[StepPlan]:
+        driver = PlanDriver.of(runner)
+        driver.begin(6, OTHER, PLAIN)
+        driver.begin(2, PROMPT, telling)
+        return [driver.plan({2: 4, 6: 3}), driver.plan({2: 5, 6: 1}), driver.plan({6: 1, 2: 1})]
+
+    expected = [expected_by.execute(plan) for plan in plans()]
+    for ours, theirs in zip(run_ahead(runner, plans(), 3), expected, strict=True):
+        assert tokens_of(ours) == tokens_of(theirs)
+        assert len(ours.prompt_logprobs) == len(theirs.prompt_logprobs)
+        for mine, reference in zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True):
+            assert (mine.of, mine.first_position, mine.rank) == (2, reference.first_position, reference.rank)
+            assert mine.top_ids == reference.top_ids
+            for name in ("logprob", "top_logprobs"):
+                found, wanted = (unpack_floats(getattr(told, name)) for told in (mine, reference))
+                assert found == pytest.approx(wanted, abs=1e-3)
+    assert [told.count for result in expected for told in result.prompt_logprobs] == [4, 4]

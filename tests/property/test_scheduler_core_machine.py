@@ -102,7 +102,8 @@ class CoreMachine(RuleBasedStateMachine):
         num_blocks=st.integers(0, 10),
         extra=st.sampled_from([-1, 0, 1, 1, 5]),
         tail=st.sampled_from([0, 0, 0, 1, 4, 40]),
-        max_tokens=st.integers(1, 40),
+        max_tokens=st.sampled_from([0, *range(1, 40)]),
+        prompt_logprobs=st.sampled_from([-1, -1, 0, 2]),
         num_choices=st.sampled_from([1, 1, 1, 2, 3, 4]),
         seed=st.sampled_from(SEEDS),
         stops=st.lists(st.integers(0, VOCAB - 1), max_size=4),
@@ -119,6 +120,7 @@ class CoreMachine(RuleBasedStateMachine):
         extra: int,
         tail: int,
         max_tokens: int,
+        prompt_logprobs: int,
         num_choices: int,
         seed: int,
         stops: list[int],
@@ -145,6 +147,7 @@ class CoreMachine(RuleBasedStateMachine):
             caller=caller,
             tenant=tenant,
             priority=priority if limits.scheduling_policy == "priority" else 0,
+            prompt_logprobs=prompt_logprobs,
         )
 
     @rule()
@@ -298,7 +301,7 @@ def submit_random(driver: CoreDriver, random: Random, frontend: SessionId) -> No
     assert limits is not None
     most = limits.max_model_len // limits.block_size
     num_prompt = prompt_length(driver, random.randint(0, most), random.choice([-1, 0, 1, 5]))
-    max_tokens = random.randint(1, limits.max_model_len - num_prompt)
+    max_tokens = random.randint(random.choice([0, 1, 1, 1]), limits.max_model_len - num_prompt)
     seed = random.choice(SEEDS)
     driver.submit(
         make_prompt(random.randrange(3), num_prompt, random.choice([0, 0, 1, 5, 40])),
@@ -313,4 +316,5 @@ def submit_random(driver: CoreDriver, random: Random, frontend: SessionId) -> No
         caller=random.choice(CALLERS),
         tenant=random.choice(TENANTS),
         priority=random.randint(-2, 2) if limits.scheduling_policy == "priority" else 0,
+        prompt_logprobs=random.choice([-1, -1, -1, 0, 2]),
     )

@@ -30,7 +30,7 @@ from octavo.scheduler.instructions import (
     Instruction,
     SendPlan,
 )
-from octavo.scheduler.simulate.model import FakeModel, FaultRule, Rule, hash_rule, solo_run
+from octavo.scheduler.simulate.model import FakeModel, FaultRule, Rule, hash_rule, solo_run, told_of_prompt
 from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import WorkerFacts
 from octavo.wire.ids import SessionId
@@ -98,6 +98,7 @@ class SubmitOptions(TypedDict, total=False):
     caller: str
     priority: int
     tenant: str | None
+    prompt_logprobs: int
 
 
 @dataclass
@@ -210,6 +211,7 @@ class CoreDriver:
         caller: str = "",
         priority: int = 0,
         tenant: str | None = "",
+        prompt_logprobs: int = -1,
     ) -> Client:
         """Make a request to send, and expect its solo run."""
         self._next_handle += 1
@@ -226,6 +228,7 @@ class CoreDriver:
             priority=priority,
             prefix_root=b"" if tenant is None else root_key("digest", tenant),
             block_size=self.facts.block_size,
+            prompt_logprobs=prompt_logprobs,
         )
         expected = [
             solo_run(
@@ -286,7 +289,7 @@ class CoreDriver:
             outputs = [old.tokens[client.handle, choice] for choice in range(len(client.expected))]
             finished = set(range(len(client.expected))) - client.choices_left
             self._next_handle += 1
-            params = client.message
+            params, told = client.message, old.prompts[client.handle]
             message = make_submit(
                 self._next_handle,
                 client.prompt,
@@ -301,6 +304,8 @@ class CoreDriver:
                 priority=params.priority,
                 prefix_root=params.prefix_root,
                 block_size=self.facts.block_size,
+                prompt_logprobs=params.sampling.prompt_logprobs,
+                num_prompt_told=old.num_prompt_told(client.handle) if told else 0,
             )
             again = Client(
                 new_frontend,
@@ -312,6 +317,8 @@ class CoreDriver:
                 client.is_faulty,
             )
             self.clients[new_frontend, message.handle] = again
+            if told:
+                self._received(new_frontend).prompts[message.handle] = told
             for choice, ids in enumerate(outputs):
                 self._received(new_frontend).resume(message.handle, choice, ids)
             self.tell(RequestSubmitted(new_frontend, message))
@@ -406,6 +413,7 @@ class CoreDriver:
     def _take_output(self, frontend: SessionId, output: StepOutput) -> None:
         received = self._received(frontend)
         received.take(output)
+        self._check_told(frontend, output)
         touched = zip(unpack_ints(output.handle), unpack_ints(output.choice), strict=True)
         for handle, choice in set(touched):
             client = self.clients[frontend, handle]
@@ -416,8 +424,10 @@ class CoreDriver:
         for finished in output.finished:
             client = self.clients[frontend, finished.handle]
             expected = client.expected[finished.choice]
+            if client.message.sampling.prompt_logprobs >= 0:
+                assert received.num_prompt_told(finished.handle) == len(client.prompt), "the prompt was not told whole"
             assert received.tokens[finished.handle, finished.choice] == expected, "ended early"
-            is_stop = expected[-1] in unpack_ints(client.message.stop_token_ids)
+            is_stop = bool(expected) and expected[-1] in unpack_ints(client.message.stop_token_ids)
             is_stop = is_stop and len(expected) > client.message.sampling.min_tokens
             assert finished.reason == (FinishReason.STOP if is_stop else FinishReason.LENGTH)
             client.choices_left.discard(finished.choice)
@@ -426,6 +436,16 @@ class CoreDriver:
             assert client.is_live, f"{failed} after the end"
             assert client.is_faulty or failed.code is not FailureCode.INTERNAL, f"{failed} without a fault"
             client.is_gone = True
+
+    def _check_told(self, frontend: SessionId, output: StepOutput) -> None:
+        for told in output.prompt_logprobs:
+            client = self.clients[frontend, told.of]
+            assert client.is_live, f"log-probabilities of {client.name}, which is gone"
+            end, top = told.first_position + told.count, client.message.sampling.prompt_logprobs
+            assert top >= 0, "nobody asked"
+            assert told == told_of_prompt(
+                told.of, client.prompt, told.first_position, end, top, self.facts.vocab_size
+            ), f"log-probabilities of the prompt of {client.name} differ"
 
 
 # Plans as tests look at them

@@ -20,6 +20,7 @@ from octavo.wire.ids import new_boot_id
 from octavo.wire.peer import Peer, PeerEvent, SessionBegan, SessionEnded
 from octavo.wire.plan import RowSampling
 from octavo.wire.prefix import prompt_keys
+from octavo.wire.prompt_logprobs import PromptLogprobs
 from octavo.wire.requests import (
     ChoiceFinished,
     ChoiceLogprobs,
@@ -46,6 +47,8 @@ def make_submit(
     output_ids: Sequence[Sequence[int]] = (),
     finished: Sequence[int] = (),
     logprobs: int = -1,
+    prompt_logprobs: int = -1,
+    num_prompt_told: int = 0,
     caller: str = "",
     priority: int = 0,
     prefix_root: bytes = b"",
@@ -58,7 +61,13 @@ def make_submit(
         prompt_ids=pack_ints(prompt),
         num_choices=num_choices,
         max_tokens=max_tokens,
-        sampling=RowSampling(seed=seed, min_tokens=min_tokens, stop_token_ids=stops, logprobs=logprobs),
+        sampling=RowSampling(
+            seed=seed,
+            min_tokens=min_tokens,
+            stop_token_ids=stops,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        ),
         stop_token_ids=stops,
         output_ids=tuple(pack_ints(ids) for ids in output_ids),
         finished_choices=pack_ints(finished),
@@ -67,6 +76,7 @@ def make_submit(
         priority=priority,
         prefix_root=prefix_root,
         prefix_keys=prompt_keys(prefix_root, pack_ints(prompt), block_size) if prefix_root else b"",
+        num_prompt_told=num_prompt_told,
     )
 
 
@@ -81,6 +91,12 @@ class Received:
         self.finished: dict[tuple[int, int], ChoiceFinished] = {}
         self.failed: dict[int, RequestFailed] = {}
         self.logprobs: list[ChoiceLogprobs] = []
+        self.prompts: dict[int, list[PromptLogprobs]] = defaultdict(list)
+
+    def num_prompt_told(self, handle: int) -> int:
+        """Return how many positions of a prompt need not be told, the first among them."""
+        told = self.prompts[handle]
+        return told[-1].first_position + told[-1].count if told else 1
 
     def resume(self, handle: int, choice: int, ids: Sequence[int]) -> None:
         """Say that a choice goes on after ids that were received in an earlier session."""
@@ -91,6 +107,11 @@ class Received:
         for started in output.started:
             assert started.handle not in self.started, f"started twice: {started}"
             self.started[started.handle] = started
+        for told in output.prompt_logprobs:
+            assert told.of in self.started, f"log-probabilities of {told.of} before its start"
+            assert told.first_position == self.num_prompt_told(told.of), f"positions of {told.of} are missing"
+            assert not any(ids for (handle, _), ids in self.tokens.items() if handle == told.of), "after its tokens"
+            self.prompts[told.of].append(told)
         columns = (output.handle, output.choice, output.position, output.token)
         for handle, choice, position, token in zip(*map(unpack_ints, columns), strict=True):
             assert handle in self.started, f"token of {handle} before its start"

@@ -55,6 +55,7 @@ class Collected:
     deltas: list[pb.Delta] = field(default_factory=list)
     reasoning: dict[int, str] = field(default_factory=dict)
     calls: dict[int, list[pb.ToolCall]] = field(default_factory=dict)
+    prompt: list[pb.TokenLogprob] = field(default_factory=list)
 
     def add(self, event: pb.GenerateStreamResponse) -> None:
         """Take one event."""
@@ -65,6 +66,13 @@ class Collected:
             self.started = event.started
             return
         assert self.started is not None, "started must come first"
+        if kind == "prompt_logprobs":
+            assert not self.deltas
+            assert not self.finished
+            assert event.prompt_logprobs.first_position == len(self.prompt), "positions are contiguous"
+            assert event.ByteSize() <= 2**20
+            self.prompt.extend(event.prompt_logprobs.logprobs)
+            return
         if kind == "finished":
             assert event.finished.index not in self.finished
             self.finished[event.finished.index] = event.finished

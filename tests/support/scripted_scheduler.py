@@ -13,6 +13,7 @@ from octavo.wire.codec import FromPeer, FromScheduler
 from octavo.wire.columns import pack_floats, pack_ints
 from octavo.wire.handshake import FrontendHello, FrontendWelcome, Goodbye, Heartbeat, Refuse, ServiceFacts, Wait
 from octavo.wire.ids import new_session_id
+from octavo.wire.prompt_logprobs import PromptLogprobs
 from octavo.wire.requests import (
     ChoiceFinished,
     ChoiceLogprobs,
@@ -174,6 +175,19 @@ class ScriptedScheduler:
                 finished=end,
             )
         )
+
+    def tell_prompt(self, request: SubmitRequest, first: int, end: int) -> None:
+        """Tell log-probabilities of positions of a prompt: -1/2 for position 1, -2/2 for position 2, ..."""
+        top, count = request.sampling.prompt_logprobs, end - first
+        told = PromptLogprobs(
+            request.handle,
+            first,
+            pack_floats([-position / 2 for position in range(first, end)]),
+            pack_ints(range(first, end)),
+            pack_ints([(position + i) % 256 for position in range(first, end) for i in range(top)]),
+            pack_floats([-i / 4 for _ in range(count) for i in range(top)]),
+        )
+        self.send(StepOutput(prompt_logprobs=(told,)))
 
     def answer(self, request: SubmitRequest, outputs: Iterable[Sequence[int]], finish: FinishReason) -> None:
         """Answer a request: all choices whole, one id of each a message."""

@@ -112,8 +112,6 @@ def test_fields_of_other_versions_are_refused_rather_than_ignored() -> None:
 
 UNSERVED: list[tuple[dict[str, Any], str]] = [
     ({"sampling": {"beamSearch": {}}}, "input.sampling.beam_search"),
-    ({"output": {"promptLogprobs": 0}}, "input.output.prompt_logprobs"),
-    ({"output": {"echo": True}}, "input.output.echo"),
 ]
 
 

@@ -159,9 +159,7 @@ def test_seeds_are_64_bits(seed: int, bits: int) -> None:
 
 
 UNSERVED: list[tuple[str, Any]] = [
-    ("prompt_logprobs", 0),
     ("use_beam_search", True),
-    ("echo", True),
 ]
 
 

@@ -28,6 +28,7 @@ class Layout:
     query_start: Ints  # [R + 1]
     logits_index: Ints  # [S] last token of each row that samples, in the plan's order
     num_decodes: int  # rows with one token
+    first_tokens: Ints  # [R] where each row's tokens begin, in the plan's order
 
     @property
     def num_tokens(self) -> int:
@@ -54,6 +55,7 @@ def lay_out(step: Step) -> Layout:
         query_start=query_start,
         logits_index=last_token[step.sampling],
         num_decodes=int((counts == 1).sum()),
+        first_tokens=last_token - counts + 1,
     )
 
 

@@ -22,11 +22,12 @@ from octavo.wire.columns import pack_ints
 from octavo.wire.plan import StepPlan, StepResult
 from octavo.worker.gpu.device_rows import DeviceRows
 from octavo.worker.gpu.graphs import StepGraphs
-from octavo.worker.gpu.layout import eager_batch, lay_out
+from octavo.worker.gpu.layout import Layout, eager_batch, lay_out
 from octavo.worker.gpu.moment import Moment
 from octavo.worker.grammar import Follower, Grammars, Masks, settle
 from octavo.worker.mirror import Delta, Mirror, RowLimits, Step
-from octavo.worker.models.decoder import Decoder, KVCache
+from octavo.worker.models.decoder import Decoder, Hidden, KVCache
+from octavo.worker.prompt_logprobs import Told, tell, try_telling
 from octavo.worker.rehearsal import MANY_LOGPROBS, draw_everything
 from octavo.worker.results import step_result
 from octavo.worker.runner import profile_batch
@@ -62,6 +63,7 @@ class _InFlight:
     plan: StepPlan
     rows: list[int]  # that sample
     drawn: _PlainDraw | _GuidedDraw | None
+    told: Told | None  # of prompts
     done: Moment
     launched_ns: int
 
@@ -119,10 +121,10 @@ class GpuRunner:
         self._grammars.apply(plan)
         with self._on_stream():
             self._begin(delta)
-            drawn = self._run(plan, step, delta.cells) if step.rows else None
+            drawn, told = self._run(plan, step, delta.cells) if step.rows else (None, None)
             if not step.rows:
                 self._device_rows.write_cells(delta.cells)
-            self._in_flight.append(_InFlight(plan, step.sampling_rows, drawn, Moment(self._stream), launched))
+            self._in_flight.append(_InFlight(plan, step.sampling_rows, drawn, told, Moment(self._stream), launched))
 
     def take_results(self) -> list[StepResult]:
         """Return the results that are there, in the order of the plans."""
@@ -160,7 +162,10 @@ class GpuRunner:
     def profile(self) -> None:
         """Run the largest step once, without touching any row or block: what it takes at its peak is then known."""
         with self._on_stream():
-            self._model.forward(profile_batch(self._limits, self._device), self._caches)
+            batch = profile_batch(self._limits, self._device)
+            hidden = self._model.hidden(batch, self._caches)
+            try_telling(self._model, self._ops, hidden, self._device_rows.ids, self._valid_vocab)
+            self._model.logits(hidden, batch.logits_index)
             self._finish()
 
     @torch.inference_mode()
@@ -189,8 +194,10 @@ class GpuRunner:
             for cache in self._caches:
                 self._ops.copy_blocks(cache.keys, cache.values, source, target)
 
-    def _run(self, plan: StepPlan, step: Step, cells: list[tuple[int, int, int]]) -> _PlainDraw | _GuidedDraw | None:
-        """Enqueue a step; return what it draws."""
+    def _run(
+        self, plan: StepPlan, step: Step, cells: list[tuple[int, int, int]]
+    ) -> tuple[_PlainDraw | _GuidedDraw | None, Told | None]:
+        """Enqueue a step; return what it draws, and what it tells of prompts."""
         is_plain = (
             not step.forks
             and not self._grammars.has_any(step.sampling_rows)
@@ -199,16 +206,27 @@ class GpuRunner:
             )
         )
         layout = lay_out(step)
-        shape = self._graphs.shape_for(layout)
+        # Captured steps keep no hidden states.
+        shape = None if step.prompt_parts else self._graphs.shape_for(layout)
         if shape is None:
             self._device_rows.write_cells(cells)
             batch = eager_batch(self._device_rows, layout, self._limits.block_size, self._device)
-            return self._draw(plan, step, self._model.forward(batch, self._caches), is_plain)
+            if not step.prompt_parts:
+                return self._draw(plan, step, self._model.forward(batch, self._caches), is_plain), None
+            hidden = self._model.hidden(batch, self._caches)
+            told = self._tell(step, hidden, layout)
+            return self._draw(plan, step, self._model.logits(hidden, batch.logits_index), is_plain), told
         if is_plain:
             rows = step.sampling_rows
             places = [self.rows.sampled(row) for row in rows]
-            return _PlainDraw(to_host(self._graphs.replay_whole(shape, layout, rows, places, cells)))
-        return self._draw(plan, step, self._graphs.replay_forward(shape, layout, cells), is_plain)
+            return _PlainDraw(to_host(self._graphs.replay_whole(shape, layout, rows, places, cells))), None
+        return self._draw(plan, step, self._graphs.replay_forward(shape, layout, cells), is_plain), None
+
+    def _tell(self, step: Step, hidden: Hidden, layout: Layout) -> Told:
+        """Enqueue the log-probabilities of the step's parts of prompts."""
+        first_tokens = layout.first_tokens.tolist()
+        ids = self._device_rows.ids
+        return tell(self._model, self._ops, hidden, ids, step.prompt_parts, first_tokens, self._valid_vocab)
 
     def _draw(self, plan: StepPlan, step: Step, logits: Tensor, is_plain: bool) -> _PlainDraw | _GuidedDraw | None:
         """Enqueue the draws of rows that sample, from their logits in the plan's order."""
@@ -270,11 +288,12 @@ class GpuRunner:
                 sampled = flight.drawn.settled
             case _PlainDraw():
                 tokens = flight.drawn.tokens.numpy()
-                if tokens.size and tokens.min() >= 0:
+                if tokens.size and tokens.min() >= 0 and flight.told is None:
                     return _plain_result(flight, tokens.astype(np.int32), compute_us)
                 # Nothing was masked, so only logits that are not finite leave no id.
                 sampled = [Sampled(None if t < 0 else t, nonfinite=t < 0) for t in tokens.tolist()]
-        return step_result(flight.plan, flight.rows, sampled, compute_us)
+        told = flight.told.collect() if flight.told is not None else []
+        return step_result(flight.plan, flight.rows, sampled, told, compute_us)
 
 
 def _plain_result(flight: _InFlight, tokens: "NDArray[np.int32]", us: int) -> StepResult:

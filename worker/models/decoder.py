@@ -1,6 +1,7 @@
 """The decoder: embedding, layers of attention and gated MLP, norm, output head; described by a ModelConfig."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,13 @@ class KVCache:
 
     keys: Tensor
     values: Tensor
+
+
+class Hidden(NamedTuple):
+    """What the layers made of T tokens: their last output [T, hidden_size], and the residual that it is added to."""
+
+    x: Tensor
+    residual: Tensor | None
 
 
 class Decoder:
@@ -84,11 +92,29 @@ class Decoder:
         Returns:
             [S, vocab_size] in the model's dtype.
         """
+        return self.logits(self.hidden(batch, caches), batch.logits_index)
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch, caches: list[KVCache]) -> Hidden:
+        """Compute the batch's tokens and store their keys and values; return what logits are made of."""
         x = torch.nn.functional.embedding(batch.input_ids, self._embedding)
         residual: Tensor | None = None
         for layer, cache in zip(self._layers, caches, strict=True):
             x, residual = layer.forward(self._ops, x, residual, self._cos_sin, batch, cache)
-        wanted = batch.logits_index
+        return Hidden(x, residual)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Hidden, wanted: Tensor | None) -> Tensor:
+        """Return the logits of some tokens of a batch.
+
+        Args:
+            hidden: of the batch.
+            wanted: [S] integer: which tokens; None: all.
+
+        Returns:
+            [S, vocab_size] in the model's dtype.
+        """
+        x, residual = hidden
         if wanted is not None:
             x, residual = x[wanted], None if residual is None else residual[wanted]
         x, _ = self._ops.rms_norm(x, self._norm, self.config.rms_norm_eps, residual)

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from octavo.wire.columns import same_length, unpack_floats, unpack_ints
 from octavo.wire.errors import MalformedMessage
+from octavo.wire.prompt_logprobs import Int31, PromptLogprobs
 
 FLAG_SAMPLE = 1
 """The row samples a token in this step: its planned tokens reach the end of what is known of it."""
@@ -37,7 +38,6 @@ FAULT_GRAMMAR = 3
 """The row's grammar cannot be used, or nothing that the tokenizer knows goes on with what the row holds."""
 
 NonNegative = Annotated[int, Meta(ge=0)]
-Int31 = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +59,7 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True):
     logprobs: Annotated[int, Meta(ge=-1, le=1024)] = -1  # -1: none; k: the drawn id and the k most likely
     bad_word_ids: bytes = b""  # int32: of all words, one after the other; none of them is ever completed in the output
     bad_word_lengths: bytes = b""  # int32: ids of each word
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=1024)] = -1  # -1: none; k: each prompt token and the k most likely
 
     def __post_init__(self) -> None:
         """Check numbers and columns: what got past here and then failed in a worker would take every row with it.
@@ -111,6 +112,9 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     token_ids: bytes  # int32: prompt, then output so far
     sampling: RowSampling
     grammar: Int31 = 0  # 1 + its place among the plan's grammars; 0: none
+    first_prompt_logprob: Int31 = (
+        0  # with prompt_logprobs: position from which on they are told; none from the output on
+    )
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
@@ -180,7 +184,11 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
-    """What a step drew. A row is either among `row` with its token or among `fault_row` with its fault."""
+    """What a step drew. A row is either among `row` with its token or among `fault_row` with its fault.
+
+    A row that tells of its prompt does so in each step that computes a part of it, whether it draws or not; if it cannot,
+    it is among `fault_row`.
+    """
 
     epoch: NonNegative
     step: NonNegative
@@ -190,6 +198,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     fault: bytes = b""  # int32 [E] FAULT_*
     logprobs: tuple[RowLogprobs, ...] = ()  # rows that asked for them
     compute_us: NonNegative = 0  # time that the step took in the worker
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # rows that asked for them and computed a part of their prompt
 
     def __post_init__(self) -> None:
         """Check the columns against each other.

@@ -13,8 +13,9 @@ from msgspec import Meta
 from octavo.wire.columns import same_length
 from octavo.wire.errors import MalformedMessage
 from octavo.wire.grammar import MAX_BODY_BYTES
-from octavo.wire.plan import Int31, NonNegative, RowSampling
+from octavo.wire.plan import NonNegative, RowSampling
 from octavo.wire.prefix import check_keys
+from octavo.wire.prompt_logprobs import Int31, PromptLogprobs
 
 Int32 = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
@@ -53,7 +54,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     handle: Int31
     prompt_ids: bytes  # int32, at least one
     num_choices: Annotated[int, Meta(ge=1, le=1024)]
-    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)]  # of each choice, resolved by the frontend
+    max_tokens: Int31  # of each choice, resolved by the frontend; 0: it ends when its prompt is computed and told
     sampling: RowSampling  # logprobs and min_tokens included; the same for every choice
     stop_token_ids: bytes = b""  # int32: ids that end a choice, end of sequence included unless ignored
     output_ids: tuple[bytes, ...] = ()  # replay: int32 ids that each choice has received, perhaps none; else empty
@@ -67,6 +68,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     grammar: Annotated[bytes, Meta(max_length=MAX_BODY_BYTES)] = (
         b""  # what each choice must be (grammar.py); empty: anything
     )
+    num_prompt_told: Int31 = 0  # replay: positions of the prompt whose log-probabilities have been received
 
     def __post_init__(self) -> None:
         """Check what one field says against another.
@@ -213,7 +215,10 @@ class RequestFailed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
-    """All that is new for one frontend. Order: started, tokens with log-probabilities, finished, failed."""
+    """All that is new for one frontend.
+
+    Order: started, prompt log-probabilities, tokens with log-probabilities, finished, failed.
+    """
 
     started: tuple[RequestStarted, ...] = ()
     handle: bytes = b""  # int32 [T]
@@ -223,6 +228,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     logprobs: tuple[ChoiceLogprobs, ...] = ()
     finished: tuple[ChoiceFinished, ...] = ()
     failed: tuple[RequestFailed, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # of each request contiguous, all before its first token
 
     def __post_init__(self) -> None:
         """Check the columns against each other.
