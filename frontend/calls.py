@@ -12,14 +12,21 @@ from google.protobuf.message import Message
 from octavo.frontend.bad_words import check_bad_words, with_bad_words
 from octavo.frontend.budget import ByteBudget
 from octavo.frontend.config import FrontendConfig
-from octavo.frontend.constraint import Constraint
-from octavo.frontend.errors import DeadlineExceeded, Draining, ModelNotFound, TooManyStreams, Unavailable
+from octavo.frontend.constraint import Constraint, ConstraintKind, check_ending
+from octavo.frontend.errors import (
+    DeadlineExceeded,
+    Draining,
+    InvalidArgument,
+    ModelNotFound,
+    TooManyStreams,
+    Unavailable,
+)
 from octavo.frontend.grammars import Grammars
 from octavo.frontend.journal import Journal
 from octavo.frontend.large_messages import Unread
 from octavo.frontend.metadata import read_authorization, read_caller, read_request_id, read_trace
 from octavo.frontend.model import ModelFiles
-from octavo.frontend.prompts import CheckedChat, check_chat, output_form, render_chat
+from octavo.frontend.prompts import CheckedChat, check_chat, output_form, render_chat, required_form
 from octavo.frontend.rpc import Incoming, known
 from octavo.frontend.scheduler_client import SchedulerClient
 from octavo.frontend.streams import Stream
@@ -77,6 +84,21 @@ class Checked:
     model: ModelFiles
     client: SchedulerClient
     form: OutputForm | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a request's prompt makes of it.
+
+    Attributes:
+        call: the request with its ids.
+        form: what reads the text that follows; None if it is plain.
+        required_calls: the form of calls that must be made; None if none must.
+    """
+
+    call: GenerationCall
+    form: OutputForm | None = None
+    required_calls: Constraint | None = None
 
 
 class Calls:
@@ -210,16 +232,20 @@ class Calls:
         # Not to learn from a fast answer what the holder of another key has asked.
         tenant = "" if self.config.share_prefix_cache else context.identity
 
-        def work() -> Checked:
-            call, form = resolve()
-            journal = Journal(call, model.digest, context.caller, context.trace, tenant, grammar)
+        def work() -> tuple[Checked, Constraint | None]:
+            prompt = resolve()
+            journal = Journal(prompt.call, model.digest, context.caller, context.trace, tenant, grammar)
             if facts is not None:
                 journal.hash_prompt(facts)
-            return Checked(journal, model, client, form)
+            return Checked(journal, model, client, prompt.form), prompt.required_calls
 
         if request.ByteSize() <= MAX_INLINE_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+            checked, required = work()
+        else:
+            checked, required = await asyncio.get_running_loop().run_in_executor(self.executor, work)
+        if required is not None:
+            checked.journal.grammar = await self._compile(required)
+        return checked
 
     async def _compile(self, constraint: Constraint | None) -> bytes:
         """Return the grammar that a request's text must follow, as it travels; empty: it need not.
@@ -313,36 +339,45 @@ class Calls:
 
 def _prompt_work(
     request: pb.GenerationInput, params: GenerationParams, bounds: Bounds, model: ModelFiles, echo: str | None
-) -> Callable[[], tuple[GenerationCall, OutputForm | None]]:
-    """Return what turns the prompt into ids and checks their number, and says what reads the text that follows; it runs in
-    a thread.
+) -> Callable[[], Prompt]:
+    """Return what turns the prompt into ids and checks their number; it runs in a thread.
 
     The prompt's text, where it is wanted, is `echo`, else what the caller wrote, else that of the ids.
+
+    Raises:
+        InvalidArgument: names a field.
     """
     checked = check_chat(request.chat, model) if request.HasField("chat") else CheckedChat()
+    if checked.tools is not None and checked.tools.required:
+        if params.constraint is not None:
+            message = "a call that must be made has a form of its own (tool_choice)"
+            raise InvalidArgument(message, field_path=params.constraint.path)
+        form = Constraint(ConstraintKind.STRUCTURAL_TAG, field_path="input.chat.tool_choice")
+        check_ending(form, request.stopping, request.sampling, bounds.eos_ids)
     bad_words = request.sampling.bad_words
     check_bad_words(bad_words)
 
-    def work() -> tuple[GenerationCall, OutputForm | None]:
-        call, form = resolve()
+    def work() -> Prompt:
+        prompt = resolve()
         if not params.echo:
-            return call, form
+            return prompt
         if (text := echo) is None:
-            ids = unpack_ints(call.prompt_ids)
+            ids = unpack_ints(prompt.call.prompt_ids)
             text = request.text or model.tokenizer.decode(ids, params.skip_special_tokens)
-        return replace(call, echo=text), form
+        return replace(prompt, call=replace(prompt.call, echo=text))
 
-    def resolve() -> tuple[GenerationCall, OutputForm | None]:
+    def resolve() -> Prompt:
         full = with_bad_words(params, bad_words, model.tokenizer, bounds.vocab_size)
         if request.HasField("token_ids"):
             ids = list(request.token_ids.ids)
             check_token_ids(ids, bounds)
-            return resolve_call(full, "token_ids", ids, bounds), None
+            return Prompt(resolve_call(full, "token_ids", ids, bounds))
         if request.HasField("chat"):
             rendered = render_chat(model, request.chat, checked)
             # A text of a given form has that form from its first character on: nothing is thought before it.
-            form = output_form(model, checked, rendered.start if params.constraint is None else None)
-            return resolve_call(full, "chat", rendered.ids, bounds), form
-        return resolve_call(full, "text", model.tokenizer.encode_text(request.text), bounds), None
+            start = rendered.start if params.constraint is None else None
+            call = resolve_call(full, "chat", rendered.ids, bounds)
+            return Prompt(call, output_form(model, checked, start), required_form(model, request.chat, checked, start))
+        return Prompt(resolve_call(full, "text", model.tokenizer.encode_text(request.text), bounds))
 
     return work

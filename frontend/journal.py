@@ -46,7 +46,7 @@ class Journal:
         self._keyed_block_size = 0  # of _prefix_keys; 0: there are none yet
         self._caller = caller
         self._trace = trace
-        self._grammar = grammar
+        self.grammar = grammar  # may be set until the request begins
         self.is_started = False  # a plan has named it: from then on it must not be refused for load, replayed or not
 
     @property
@@ -91,6 +91,6 @@ class Journal:
             priority=call.params.priority if facts.takes_priorities else 0,
             prefix_root=self._prefix_root if facts.prefix_caching else b"",
             prefix_keys=self._prefix_keys if facts.prefix_caching else b"",
-            grammar=self._grammar,
+            grammar=self.grammar,
             num_prompt_told=self.prompt.num_told if self.prompt is not None else 0,
         )

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from octavo.frontend.chat_template import END_MARK, TemplateError
+from octavo.frontend.constraint import Constraint
 from octavo.frontend.errors import InvalidArgument
 from octavo.frontend.model import ModelFiles
 from octavo.frontend.tools.definitions import ToolUse, check_calls, check_tools, describe_calls, describe_tools
 from octavo.frontend.tools.detect import find_start
 from octavo.frontend.tools.parser import OutputForm
 from octavo.frontend.tools.reasoning import Start
-from octavo.frontend.unserved import refuse_unserved_tools
+from octavo.frontend.tools.required import required_calls, required_dialect
 from octavo.v1 import generation_pb2 as pb
 
 TEMPLATE_KWARGS: Mapping[str, tuple[type, ...]] = {
@@ -84,7 +85,6 @@ def check_chat(chat: pb.ChatPrompt, model: ModelFiles) -> CheckedChat:
             raise InvalidArgument(text, field_path=f"{path}.continue_final_message")
     tools = check_tools(chat)
     if tools is not None:
-        refuse_unserved_tools(tools)
         if not template.reads_tools:
             text = "the model's chat template does not show tools to the model"
             raise InvalidArgument(text, field_path=f"{path}.tools")
@@ -96,10 +96,25 @@ def check_chat(chat: pb.ChatPrompt, model: ModelFiles) -> CheckedChat:
 
 def output_form(model: ModelFiles, checked: CheckedChat, start: Start | None) -> OutputForm | None:
     """Return what reads the model's answers to a conversation; None if they are plain text."""
-    tools = checked.tools
-    if tools is None:
+    tools, dialect = checked.tools, model.tool_dialect
+    if tools is None or dialect is None:
         return None if start is None else OutputForm(start=start)
-    return OutputForm(model.tool_dialect, frozenset(tools.names), None if tools.parallel else 1, start)
+    if tools.required:
+        dialect = required_dialect(dialect)
+    return OutputForm(dialect, frozenset(tools.names), None if tools.parallel else 1, start)
+
+
+def required_form(
+    model: ModelFiles, chat: pb.ChatPrompt, checked: CheckedChat, start: Start | None
+) -> Constraint | None:
+    """Return the form of the calls that must be made; None if none must.
+
+    Raises:
+        InvalidArgument: the tools' schemas are none, or too large.
+    """
+    if checked.tools is None or not checked.tools.required or model.tool_dialect is None:
+        return None
+    return required_calls(model.tool_dialect, checked.tools, describe_tools(chat.tools), start)
 
 
 def render_chat(model: ModelFiles, chat: pb.ChatPrompt, checked: CheckedChat) -> RenderedChat:

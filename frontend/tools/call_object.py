@@ -93,6 +93,7 @@ class CallObject:
         return self._in_value(char)
 
     def _in_value(self, char: str) -> Progress:
+        written = self._scanner.valid(char)
         progress = self._scanner.push(char)
         if progress is Progress.BEFORE:
             self._place = _Place.NEXT
@@ -101,9 +102,9 @@ class CallObject:
             return progress
         if self.in_arguments:
             if self.begun:
-                self._sink.arguments(char)
+                self._sink.arguments(written)
             elif len(self._early) < MAX_EARLY_CHARS:
-                self._early.append(char)
+                self._early.append(written)
             else:
                 return Progress.BAD
         if progress is Progress.DONE:

@@ -38,7 +38,8 @@ class _Place(Enum):
 
 
 class JsonScanner:
-    """Reads one value. Control characters are taken within strings: models write line breaks there.
+    """Reads one value. Control characters are taken within strings, where models write line breaks; `valid` writes them as
+    JSON does.
 
     Each character costs a constant number of steps; what is kept is a number or word, and one character a level.
     """
@@ -77,6 +78,10 @@ class JsonScanner:
         if place is _Place.FIRST_ITEM and char == "]":
             return self._close(char)
         return self._begin_value(char)
+
+    def valid(self, char: str) -> str:
+        """Return the next character as valid JSON has it, before it is pushed."""
+        return json.dumps(char)[1:-1] if char < " " and self._place is _Place.STRING else char
 
     def _begin_value(self, char: str) -> Progress:
         if char in "{[":

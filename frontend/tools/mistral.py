@@ -93,12 +93,13 @@ class MistralParser(Machine):
         return False
 
     def _in_arguments(self, char: str) -> bool:
+        written = self._arguments.valid(char)
         progress = self._arguments.push(char)
         if progress is Progress.BAD:
             self._num_matched = 0
             self._state = self._in_bad_arguments
             return False
-        self._sink.arguments(char)
+        self._sink.arguments(written)
         return self._end_form(self._text) if progress is Progress.DONE else True
 
     def _after_bad_arguments(self) -> bool:

@@ -410,10 +410,43 @@ async def test_events_of_a_call(open_doors: Open, scheduler: ScriptedScheduler) 
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-async def test_calls_cannot_be_required_yet(open_doors: Open, scheduler: ScriptedScheduler, choice: Any) -> None:
+async def test_calls_that_must_be_made(open_doors: Open, scheduler: ScriptedScheduler, choice: Any) -> None:
+    doors = await open_doors("mistral")
+    create: Any = doors.openai.chat.completions.create
+    asking = asyncio.ensure_future(create(model="", messages=ASK, tools=HTTP_TOOLS, tool_choice=choice))
+    request = await scheduler.next(SubmitRequest)
+    assert request.grammar
+    # The marker is a special token, for which a form of text cannot ask.
+    scheduler.answer(request, [[*b'[{"name": "add", "arguments": {"a": 1}}]', EOS]], STOP)
+    (found,) = (await asking).choices
+    assert from_http(found) == Answer("", "", [("add", '{"a": 1}')], "tool_calls")
+    mode = {"mode": "TOOL_CHOICE_MODE_REQUIRED"} if choice == "required" else {"name": "add"}
+    call = doors.grpc.ask(chat={"messages": ASK, "tools": GRPC_TOOLS, "toolChoice": mode})
+    same = await scheduler.next(SubmitRequest)
+    assert same.grammar == request.grammar, "compiled once for both doors"
+    scheduler.answer(same, [[*b'[{"name": "add", "arguments": {}}]', EOS]], STOP)
+    assert from_grpc((await call).choices[0]).calls == [("add", "{}")]
+    await doors.until_idle()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice.function.name"),
+        ({"tools": []}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]}, "tools"),
+    ],
+)
+async def test_calls_that_cannot_be_required(
+    open_doors: Open, scheduler: ScriptedScheduler, fields: dict[str, Any], param: str
+) -> None:
     doors = await open_doors("hermes")
-    status, error = await doors.error(CHATS, messages=ASK, tools=HTTP_TOOLS, tool_choice=choice)
-    assert (status, error["param"]) == (400, "tool_choice")
+    status, error = await doors.error(
+        CHATS, **{"messages": ASK, "tools": HTTP_TOOLS, "tool_choice": "required", **fields}
+    )
+    assert (status, error["param"]) == (400, param)
     assert scheduler.nothing_came()
 
 

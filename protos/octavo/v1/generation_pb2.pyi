@@ -273,7 +273,8 @@ class ChatPrompt(_message.Message):
     @_builtins.property
     def tool_choice(self) -> Global___ToolChoice:
         """Whether it may, must or must not call them. Unset: it may if there are any. Tools that it may call need a chat template
-        that shows them and a parser of calls. That it must is not served yet.
+        that shows them and a parser of calls. If it must, the text is nothing but calls that follow their schemas, and what
+        is thought before; excludes a constraint.
         """
 
     def __init__(
