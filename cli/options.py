@@ -405,3 +405,4 @@ LogLevel = Annotated[LevelName, option("--log-level", _PROCESS, "Least level of 
 ExitWithParent = Annotated[int | None, typer.Option("--exit-with-parent", hidden=True)]
 LocalSocket = Annotated[str, typer.Option("--local-socket", hidden=True)]
 PrivateSocket = Annotated[str, typer.Option("--private-socket", hidden=True)]
+MetricsFile = Annotated[Path | None, typer.Option("--metrics-file", hidden=True)]

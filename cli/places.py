@@ -76,6 +76,25 @@ def private_socket(service: int, index: int) -> str:
     return str(folder / f"live-{service}-{index}")
 
 
+def metrics_folder(service: int) -> Path:
+    """Return an empty folder where the frontends of a service count; what an earlier service left there is removed.
+
+    Args:
+        service: tells services of this user apart: a port.
+
+    Raises:
+        ConfigurationError: the runtime folder is unsafe, or the folder cannot be made.
+    """
+    folder = runtime_folder() / f"metrics-{service}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for left in folder.glob("*.metrics"):
+            left.unlink()
+    except OSError as error:
+        raise ConfigurationError(f"the folder of metrics {folder} cannot be used: {error.strerror}") from error
+    return folder
+
+
 def check_socket_paths(folder: Path) -> None:
     """Check that the paths of sockets in this folder are short enough for the system.
 

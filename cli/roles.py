@@ -37,6 +37,7 @@ def frontend(
     health_port: options.HealthPort = None,
     local_socket: options.LocalSocket = "",
     private_socket: options.PrivateSocket = "",
+    metrics_file: options.MetricsFile = None,
     exit_with_parent: options.ExitWithParent = None,
 ) -> None:
     """Run a frontend: gRPC and HTTP services, tokenizer, streams."""
@@ -60,6 +61,7 @@ def frontend(
                 tls=keys.load_tls(ssl_certfile, ssl_keyfile, ssl_ca_certs),
                 local_socket=local_socket,
                 private_socket=private_socket,
+                metrics_file=metrics_file,
                 health_port=health_port,
                 reuse_port=reuse_port,
                 share_prefix_cache=share_prefix_cache,

@@ -18,7 +18,13 @@ from octavo.cli.errors import ConfigurationError
 from octavo.cli.keys import Access
 from octavo.cli.model_check import require_servable
 from octavo.cli.model_store import Model, resolve
-from octavo.cli.places import check_socket_paths, default_scheduler_address, private_socket, runtime_folder
+from octavo.cli.places import (
+    check_socket_paths,
+    default_scheduler_address,
+    metrics_folder,
+    private_socket,
+    runtime_folder,
+)
 from octavo.cli.ports import check_port, hold_port
 from octavo.cli.summary import Announcement, announce, http_address
 from octavo.cli.supervisor import STALL_TIMEOUT_S, ChildSpec, Supervisor
@@ -234,6 +240,7 @@ def _frontends(
     environment: Mapping[str, str],
 ) -> list[ChildSpec]:
     """Return the frontends; where there are several they share the ports, and have numbers."""
+    folder = metrics_folder(ports.grpc_port) if number > 1 else None
     children = []
     for index in range(number):
         live_socket = private_socket(ports.grpc_port or os.getpid(), index)
@@ -242,6 +249,7 @@ def _frontends(
             "http-port": ports.http_port,
             "reuse-port": number > 1,
             "private-socket": live_socket,
+            "metrics-file": None if folder is None else folder / f"frontend-{index}.metrics",
             # We ask one of them; which one does not matter.
             "local-socket": access.local_socket or None if index == 0 else None,
         }

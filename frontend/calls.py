@@ -25,6 +25,7 @@ from octavo.frontend.grammars import Grammars
 from octavo.frontend.journal import Journal
 from octavo.frontend.large_messages import Unread
 from octavo.frontend.metadata import read_authorization, read_caller, read_request_id, read_trace
+from octavo.frontend.metrics import Metrics
 from octavo.frontend.model import ModelFiles
 from octavo.frontend.prompts import CheckedChat, check_chat, output_form, render_chat, required_form
 from octavo.frontend.rpc import Incoming, known
@@ -42,6 +43,7 @@ from octavo.frontend.validation import (
 )
 from octavo.v1 import generation_pb2 as pb
 from octavo.wire.columns import unpack_ints
+from octavo.wire.requests import StatusReport
 
 DEFAULT_CHUNK_TOKENS = 64
 """Tokens of one choice that may share a message, where the caller does not say."""
@@ -109,11 +111,13 @@ class Calls:
     Args:
         config: limits.
         executor: where prompts are tokenised.
+        metrics: where they are counted.
     """
 
-    def __init__(self, config: FrontendConfig, executor: Executor) -> None:
+    def __init__(self, config: FrontendConfig, executor: Executor, metrics: Metrics) -> None:
         self.config = config
         self.executor = executor
+        self.metrics = metrics
         self.budget = ByteBudget(max(config.max_unread_bytes, config.max_message_bytes))
         self._model: ModelFiles | None = None
         self._client: SchedulerClient | None = None
@@ -145,6 +149,10 @@ class Calls:
     def serving(self) -> bool:
         """Whether requests are taken and can run."""
         return self._client is not None and self._client.serving and not self._draining
+
+    async def status(self) -> StatusReport | None:
+        """Return what the scheduler holds; None if it does not answer in time or cannot be asked."""
+        return await self._client.status() if self._client is not None else None
 
     @property
     def max_model_len(self) -> int | None:
@@ -276,6 +284,8 @@ class Calls:
         shown = checked.model.marker_ids if form is not None else frozenset()
         make = (lambda: tokenizer.detokenizer(params.skip_special_tokens, shown)) if params.detokenize else None
         stream = Stream(handle, checked.journal, make, form, max_unsent_tokens, deadline, client, message_cost_s)
+        meter = self.metrics.meter(stream, context.arrived_at, loop.time)
+        stream.on_flush = meter.flush
         timers: list[asyncio.TimerHandle] = []
         try:
             client.add(stream)
@@ -287,6 +297,7 @@ class Calls:
         finally:
             for timer in timers:
                 timer.cancel()
+            meter.end()
             client.release(stream)
 
     def admit(self, model_name: str) -> tuple[ModelFiles, SchedulerClient]:

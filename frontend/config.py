@@ -29,6 +29,8 @@ class FrontendConfig:
         health_port: the same on a port of the same host, without TLS; None for none, 0 lets the system choose one.
         tool_call_parser: how the model writes calls of tools, one of TOOL_PARSERS; auto: the chat template tells.
         reasoning_parser: how it writes what it thinks, one of REASONING_PARSERS; auto: the chat template tells.
+        metrics_file: where this frontend counts, in a folder with those of the frontends that it shares its ports with;
+            None: it counts for itself.
         share_prefix_cache: whether callers with different keys find what the others have cached.
         reuse_port: whether several frontends share both ports (SO_REUSEPORT).
         max_message_bytes: largest request message; larger ones are RESOURCE_EXHAUSTED.
@@ -67,6 +69,7 @@ class FrontendConfig:
     health_port: int | None = None
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
+    metrics_file: Path | None = None
     share_prefix_cache: bool = False
     reuse_port: bool = False
     max_message_bytes: int = 16 * 2**20

@@ -9,6 +9,7 @@ import sys
 from octavo.frontend.auth import exposure
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.listeners import CannotListen
+from octavo.frontend.metrics import MetricsError
 from octavo.frontend.server import Frontend
 from octavo.frontend.tls import TlsError
 from octavo.frontend.tokenizer import ModelFilesError
@@ -55,7 +56,11 @@ async def _serve(config: FrontendConfig) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    frontend = Frontend(config)
+    try:
+        frontend = Frontend(config)
+    except MetricsError as error:
+        _log.error("%s", error)
+        return EXIT_CONFIGURATION
     try:
         await frontend.start()
         _log.info("listening on %s:%d", config.host, frontend.port)

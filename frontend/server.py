@@ -19,6 +19,8 @@ from octavo.frontend.http_server import HttpServer
 from octavo.frontend.interceptor import HEALTH_SERVICE, KeyInterceptor
 from octavo.frontend.lifecycle import Lifecycle
 from octavo.frontend.listeners import CannotListen, listen_tcp, listen_unix, remove_socket
+from octavo.frontend.metrics import Metrics
+from octavo.frontend.metrics_calls import CallCounter
 from octavo.frontend.model import ModelFiles, load_model_files
 from octavo.frontend.models_service import MODEL_SERVICE, ModelServicer
 from octavo.frontend.openai.app import make_app, make_private_app
@@ -52,10 +54,14 @@ class Frontend:
 
     Args:
         config: its settings.
+
+    Raises (on construction):
+        MetricsError: the file of its metrics cannot be used.
     """
 
     def __init__(self, config: FrontendConfig) -> None:
         self.config = config
+        self.metrics = Metrics(config.metrics_file)
         self.port = 0
         self.http_port: int | None = None
         self.health_port: int | None = None
@@ -67,13 +73,15 @@ class Frontend:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._executor = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="tokenizer")
         self._health = Health(config.served_model_names)
-        self._calls = Calls(config, self._executor)
+        self._calls = Calls(config, self._executor, self.metrics)
         self._service = GenerationServicer(self._calls)
         self._models = ModelServicer(self._calls, self.lifecycle)
         self._tokenizer = TokenizerServicer(self._calls, self.lifecycle)
         self._admin = AdminServicer(config, self.lifecycle)
         has_keys = config.auth.needs_key or config.auth.needs_admin_key
-        interceptors = [KeyInterceptor(config.auth)] if has_keys else None
+        interceptors: list[grpc.aio.ServerInterceptor] = [CallCounter(self.metrics)]  # type: ignore[type-arg]
+        if has_keys:
+            interceptors.append(KeyInterceptor(config.auth))
         self._server = grpc.aio.server(options=_server_options(config), interceptors=interceptors)
 
     async def start(self) -> None:

@@ -96,6 +96,7 @@ class Stream:
         self.num_cached_tokens = 0
         self.error: ServiceError | None = None
         self.interrupt: Callable[[], object] | None = None
+        self.on_flush: Callable[[], None] | None = None  # called before what is new is taken
         self.message_cost_s = message_cost_s
         self._prompt = journal.prompt
         params = journal.call.params
@@ -134,6 +135,11 @@ class Stream:
             return Timings(self._queue_s)
         return Timings(self._queue_s, marks[1] - marks[0], marks[-1] - marks[1])
 
+    @property
+    def first_token_at(self) -> float | None:
+        """When the first token came, on the event loop's clock; None before that."""
+        return self._marks[1] if len(self._marks) > 1 else None
+
     async def changed(self) -> None:
         """Wait until there is something new; at most one task waits."""
         if not self._news:
@@ -151,6 +157,8 @@ class Stream:
         """
         if self._prompt is not None and not self._prompt.is_whole and not self.ended:
             return
+        if self.on_flush is not None:
+            self.on_flush()
         for choice in self.choices:
             yield from choice.take(limit)
         while self._ends_to_tell:

@@ -1,5 +1,6 @@
 """The routes of the HTTP door."""
 
+from collections.abc import Callable
 from http import HTTPStatus
 
 from starlette.applications import Starlette
@@ -10,6 +11,7 @@ from starlette.routing import Route
 
 from octavo.frontend.calls import Calls
 from octavo.frontend.metadata import read_request_id
+from octavo.frontend.metrics_layout import OTHER
 from octavo.frontend.openai.call import Endpoint, Handler
 from octavo.frontend.openai.endpoints import Endpoints
 from octavo.frontend.openai.errors import HttpError
@@ -28,11 +30,13 @@ def make_app(calls: Calls, tokenizer: TokenizerServicer) -> Starlette:
     generation, others, own = Generation(calls), Endpoints(calls, tokenizer), Own(calls)
 
     def route(method: str, path: str, handler: Handler, needs_key: bool = True) -> Route:
-        return Route(path, Endpoint(calls, handler, needs_key), methods=[method])
+        name = path.replace(":path", "")
+        return Route(path, Endpoint(calls, handler, needs_key, name), methods=[method])
 
     routes = [
         route("GET", "/health", own.health, needs_key=False),
         route("GET", "/ready", own.ready, needs_key=False),
+        route("GET", "/metrics", own.metrics),
         route("GET", "/version", others.version),
         route("GET", "/v1/models", others.models),
         route("GET", "/v1/models/{model:path}", others.model),
@@ -41,7 +45,7 @@ def make_app(calls: Calls, tokenizer: TokenizerServicer) -> Starlette:
         route("POST", "/tokenize", others.tokenize),
         route("POST", "/detokenize", others.detokenize),
     ]
-    return _app(routes)
+    return _app(routes, lambda status: calls.metrics.count_call("http", OTHER, str(status)))
 
 
 def make_private_app(calls: Calls) -> Starlette:
@@ -51,12 +55,19 @@ def make_private_app(calls: Calls) -> Starlette:
         [
             Route("/health", Endpoint(calls, own.health, needs_key=False), methods=["GET"]),
             Route("/ready", Endpoint(calls, own.ready, needs_key=False), methods=["GET"]),
-        ]
+            Route("/metrics", Endpoint(calls, own.metrics), methods=["GET"]),
+        ],
+        lambda status: None,
     )
 
 
-def _app(routes: list[Route]) -> Starlette:
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _refuse})
+def _app(routes: list[Route], count: Callable[[int], None]) -> Starlette:
+    async def refuse(request: Request, error: Exception) -> Response:
+        response = await _refuse(request, error)
+        count(response.status_code)
+        return response
+
+    app = Starlette(routes=routes, exception_handlers={HTTPException: refuse})
     app.router.redirect_slashes = False
     return app
 

@@ -12,6 +12,7 @@ from octavo.frontend.budget import Share
 from octavo.frontend.calls import CallContext, Calls
 from octavo.frontend.errors import ServiceError, TooManyBytes, internal_error
 from octavo.frontend.metadata import read_authorization
+from octavo.frontend.metrics_layout import HTTP_CLIENT_GONE
 from octavo.frontend.openai.answers import error_event
 from octavo.frontend.openai.bodies import INLINE_BYTES, check_values
 from octavo.frontend.openai.errors import HttpError, from_msgspec, to_http
@@ -38,20 +39,30 @@ class Endpoint:
         calls: what requests can run on.
         handler: answers the call.
         needs_key: whether a key is asked for where the service has keys.
+        route: under which name calls are counted; None: they are not.
     """
 
-    def __init__(self, calls: Calls, handler: Handler, needs_key: bool = True) -> None:
+    def __init__(self, calls: Calls, handler: Handler, needs_key: bool = True, route: str | None = None) -> None:
         self._calls = calls
         self._handler = handler
         self._needs_key = needs_key
+        self._route = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a call."""
+        """Answer a call, and count it."""
         call = HttpCall(self._calls, scope, receive, send)
+        try:
+            await self._answer(call)
+        finally:
+            if self._route is not None:
+                self._calls.metrics.count_call("http", self._route, str(call.status))
+
+    async def _answer(self, call: "HttpCall") -> None:
         try:
             if self._needs_key:
                 self._calls.config.auth.check(read_authorization(call.headers))
             await self._handler(call)
+            call.end()
             return
         except ClientGone:
             return
@@ -75,6 +86,7 @@ class HttpCall:
         context: what both doors know of a call.
         path_params: what the route's pattern found in the path.
         body_bytes: size of the body that has been read.
+        status: what became of it; 499 until it has been answered whole.
     """
 
     def __init__(self, calls: Calls, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,6 +94,7 @@ class HttpCall:
         self.context: CallContext = calls.context(self.headers, _peer(scope), None)
         self.path_params: dict[str, Any] = scope.get("path_params", {})
         self.body_bytes = 0
+        self.status = HTTP_CLIENT_GONE
         self._calls = calls
         self._max_body_bytes = calls.config.max_message_bytes
         self._receive = receive
@@ -145,11 +158,21 @@ class HttpCall:
             message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
             raise HttpError(408, message, code="timeout", headers=(_CLOSE,)) from None
 
-    async def reply(self, body: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-        """Answer with JSON."""
+    def end(self, status: int = 200) -> None:
+        """Say that it has been answered whole."""
+        self.status = status
+
+    async def reply(
+        self,
+        body: bytes,
+        status: int = 200,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+        content_type: tuple[bytes, bytes] = _JSON,
+    ) -> None:
+        """Answer with JSON, or with another type."""
         self._started = True
         length = (b"content-length", b"%d" % len(body))
-        await self._start(status, (_JSON, length, *headers))
+        await self._start(status, (content_type, length, *headers))
         await self._send({"type": "http.response.body", "body": body})
 
     async def send_events(self, data: bytes, last: bool = False) -> None:
@@ -165,6 +188,7 @@ class HttpCall:
             await self.send_events(error_event(error.body()), last=True)
         else:
             await self.reply(error.body(), error.status, error.headers)
+        self.end(error.status)
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.v1 import admin_pb2, admin_pb2_grpc
 from octavo.v1 import generation_pb2_grpc as rpc
@@ -22,6 +23,8 @@ from tests.support.service import Answer, Service, free_port, request
 
 MAX_CHANNELS = 64
 LONG = 60
+
+STREAM = "octavo.v1.GenerationService/GenerateStream"
 
 Channels = dict[int, list[grpc.Channel]]
 
@@ -54,6 +57,14 @@ class Pair(Service):
         )
         with urllib.request.urlopen(asked, timeout=60) as answer:
             return str(answer.read().decode())
+
+    def scrape(self) -> dict[tuple[str, ...], float]:
+        """Return all metrics by name and labels' values, but for the model's."""
+        return {
+            (one.name, *(value for name, value in sorted(one.labels.items()) if name != "model_name")): one.value
+            for family in text_string_to_metric_families(self.http("/metrics"))
+            for one in family.samples
+        }
 
     def _connections(self, pids: Channels) -> set[tuple[int, int]]:
         port = int(self.address.rpartition(":")[2])
@@ -120,6 +131,13 @@ def test_frontends_that_die_or_stall_take_nobody_with_them(start: Callable[..., 
             body = {"prompt": [1], "max_tokens": 2, "ignore_eos": True}
             assert json.loads(pair.http("/v1/completions", body))["usage"]["completion_tokens"] == 2
 
+        # Whichever frontend a scrape reaches, it tells of both.
+        before = [pair.scrape() for _ in range(6)]
+        assert {found["octavo_requests_total", "200", "http", "/v1/completions"] for found in before} == {8}
+        assert {found["octavo_requests_total", "OK", "grpc", STREAM] for found in before} == {2}
+        assert {found["octavo_generation_tokens_total",] for found in before} == {2 * LONG + 8 * 2}
+        assert {found["octavo_processes", "frontend", "ready"] for found in before} == {2}
+
         # kill -9: its own streams alone.
         lost, kept = begin(pool, channels[first]), begin(pool, channels[second])
         os.kill(first, signal.SIGKILL)
@@ -130,6 +148,9 @@ def test_frontends_that_die_or_stall_take_nobody_with_them(start: Callable[..., 
         assert json.loads(pair.http("/v1/completions", body))["usage"]["completion_tokens"] == 2
         assert [len(answer.result(60).ids) for answer in kept] == [LONG] * len(kept)
         third = next(pid for pid in pair.wait_for_frontends(2, without=[first]) if pid != second)
+
+        # What the killed one had counted is not forgotten, so that no counter ever falls.
+        assert pair.scrape()["octavo_generation_tokens_total",] >= 2 * LONG + 9 * 2 + len(kept) * LONG + len(lost)
 
         # A stall: noticed, killed, replaced; the other one goes on.
         kept = begin(pool, pair.connect(stack, each=1)[second])

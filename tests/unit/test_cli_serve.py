@@ -17,7 +17,7 @@ from octavo.cli.supervisor import ChildSpec
 from octavo.frontend.listeners import CannotListen, listen_tcp
 
 ROLES = ("frontend", "scheduler", "worker")
-OF_ROLES_ALONE = {"exit_with_parent", "local_socket", "private_socket", "reuse_port", "health_port"}
+OF_ROLES_ALONE = {"exit_with_parent", "local_socket", "private_socket", "metrics_file", "reuse_port", "health_port"}
 OF_SERVE_ALONE = {"num_frontends", "stall_timeout"}
 
 
@@ -121,6 +121,9 @@ def test_several_frontends_share_the_ports_and_nothing_else(
     assert all("--reuse-port" in arguments for arguments in frontends)
     sockets = [arguments["--private-socket"] for arguments in frontends]
     assert len(set(sockets)) == 3
+    files = [Path(arguments["--metrics-file"]) for arguments in frontends]
+    assert len(set(files)) == 3
+    assert len({file.parent for file in files}) == 1
     assert [child.live_socket for child in started] == ["", "", *sockets]
 
 
