@@ -76,6 +76,15 @@ class CallObject:
                 return self._begin_value(char)
         return Progress.BAD
 
+    def take_plain(self, text: str, place: int) -> int:
+        """Take characters of a text, from a place on, that change nothing; return how many."""
+        if not (self.begun and self.in_arguments):
+            return 0
+        stop = self._scanner.plain_until(text, place)
+        if stop > place:
+            self._sink.arguments(text[place:stop])
+        return stop - place
+
     def _begin_value(self, char: str) -> Progress:
         if self._key == "name":
             if char != '"' or self._name is not None:

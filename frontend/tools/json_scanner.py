@@ -1,6 +1,7 @@
 """JSON one character at a time: where a value ends, and whether it is one."""
 
 import json
+import re
 from enum import Enum
 
 MAX_DEPTH = 64
@@ -10,6 +11,8 @@ MAX_SCALAR_CHARS = 512
 """Of a number; longer ones are none."""
 
 SPACE = " \t\n\r"
+
+_STRING_STOPS = re.compile(r'["\\\x00-\x1f]')
 
 
 class Progress(Enum):
@@ -78,6 +81,14 @@ class JsonScanner:
         if place is _Place.FIRST_ITEM and char == "]":
             return self._close(char)
         return self._begin_value(char)
+
+    def plain_until(self, text: str, place: int) -> int:
+        """Return where the characters end, from a place on, that may be taken without being pushed: those within a
+        string that do not end it and are written as they are."""
+        if self._place is not _Place.STRING:
+            return place
+        found = _STRING_STOPS.search(text, place)
+        return found.start() if found else len(text)
 
     def valid(self, char: str) -> str:
         """Return the next character as valid JSON has it, before it is pushed."""

@@ -1,5 +1,6 @@
 """The base of all parsers of calls: text goes through until a marker, what could be a call is held until it is one."""
 
+import re
 from collections.abc import Callable, Set
 
 from octavo.frontend.tools.call_object import CallObject
@@ -42,14 +43,34 @@ class Machine:
         self._num_matched = 0
         self._after_form = after_form
         self._object = self._new_object()
+        self._stops = re.compile(rf"[\s{re.escape(self.marker[:1])}]")
 
     def feed(self, text: str) -> None:
         """Take the next part of the text."""
-        for char in text:
+        place, end = 0, len(text)
+        while place < end:
+            if (num_plain := self._take_plain(text, place)) > 0:
+                place += num_plain
+                self.num_steps += num_plain
+                continue
+            char = text[place]
+            place += 1
             self.num_steps += 1
             # A state that leaves a character to another one returns False.
             while not self._state(char):
                 self.num_steps += 1
+
+    def _take_plain(self, text: str, place: int) -> int:
+        """Take characters that change nothing, many at once; return how many."""
+        if self._state == self._text:
+            if self._held or self._after_form:
+                return 0
+            found = self._stops.search(text, place)
+            stop = found.start() if found else len(text)
+            if stop > place:
+                self._sink.text(text[place:stop])
+            return stop - place
+        return self._object.take_plain(text, place) if self._state == self._in_object else 0
 
     def finish(self) -> None:
         """The text has ended: what is held is text."""

@@ -92,6 +92,14 @@ class MistralParser(Machine):
         self._state = self._after_name
         return False
 
+    def _take_plain(self, text: str, place: int) -> int:
+        if self._state != self._in_arguments:
+            return super()._take_plain(text, place)
+        stop = self._arguments.plain_until(text, place)
+        if stop > place:
+            self._sink.arguments(text[place:stop])
+        return stop - place
+
     def _in_arguments(self, char: str) -> bool:
         written = self._arguments.valid(char)
         progress = self._arguments.push(char)

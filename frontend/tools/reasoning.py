@@ -1,5 +1,6 @@
 """What a model thinks before it answers: <think>...</think> in front of the text."""
 
+import re
 from collections.abc import Callable
 from enum import Enum
 
@@ -7,6 +8,7 @@ from octavo.frontend.tools.machine import MAX_SPACE_CHARS, Machine
 from octavo.frontend.tools.sink import Sink
 
 BEGIN, END = "<think>", "</think>"
+_STOPS = re.compile(r"[\s<]")
 
 
 class Start(Enum):
@@ -44,11 +46,23 @@ class ReasoningParser:
 
     def feed(self, text: str) -> None:
         """Take the next part of the text."""
-        for place, char in enumerate(text):
+        place, end = 0, len(text)
+        while place < end:
             if self._next is not None:
                 self._next.feed(text[place:])
                 return
-            self._push(char)
+            stop = place
+            if self._inside and not (self._space or self._partial or self._at_start):
+                # Characters that change nothing, many at once.
+                found = _STOPS.search(text, place)
+                stop = found.start() if found else end
+            if stop > place:
+                self._sink.reasoning(text[place:stop])
+                self.num_steps += stop - place
+                place = stop
+            else:
+                self._push(text[place])
+                place += 1
 
     def finish(self) -> None:
         """The text has ended: half a marker is none."""
