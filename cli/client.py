@@ -153,12 +153,19 @@ def _stream(connection: Connection, request: pb.GenerationInput) -> Answer:
     stub = rpc.GenerationServiceStub(connection.channel)
     call = stub.GenerateStream(pb.GenerateStreamRequest(input=request), metadata=connection.metadata)
     pieces = []
-    is_cut = False
+    is_cut = is_thinking = False
     usage = None
     with cancelled_by_ctrl_c(call.cancel):
         try:
             for event in call:
                 if event.WhichOneof("event") == "delta":
+                    # What is thought is no part of the answer: it goes where the figures go.
+                    if event.delta.reasoning:
+                        is_thinking = True
+                        typer.echo(event.delta.reasoning, nl=False, err=True)
+                    if is_thinking and event.delta.text:
+                        is_thinking = False
+                        typer.echo(err=True)
                     pieces.append(event.delta.text)
                     sys.stdout.write(event.delta.text)
                     sys.stdout.flush()

@@ -29,6 +29,7 @@ class FakeService(rpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServ
         self.watches: list[admin_pb2.WatchStatusRequest] = []
         self.address = ""
         self.usage: pb.Usage | None = None
+        self.thought = ""
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.GenerateResponse:
         raise NotImplementedError  # the commands stream
@@ -37,6 +38,8 @@ class FakeService(rpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServ
         self, request: pb.GenerateStreamRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GenerateStreamResponse]:
         self.inputs.append(request.input)
+        if self.thought:
+            yield pb.GenerateStreamResponse(delta=pb.Delta(reasoning=self.thought))
         yield pb.GenerateStreamResponse(delta=pb.Delta(text="yes"))
         yield pb.GenerateStreamResponse(finished=pb.Finished(usage=self.usage))
 
@@ -91,6 +94,12 @@ def test_priority_and_salt_reach_the_service(service: FakeService, command: str)
     assert (request.priority, request.cache_salt, request.stopping.max_tokens) == (-3, "pepper", 7)
     assert run(service, command, "is it so?").exit_code == 0
     assert (service.inputs[1].priority, service.inputs[1].cache_salt) == (0, "")
+
+
+def test_thoughts_are_shown_beside_the_answer(service: FakeService) -> None:
+    service.thought = "Hm."
+    done = run(service, "chat", "is it so?")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "yes\n", "Hm.\n")
 
 
 def test_a_priority_that_no_request_can_have_is_refused(service: FakeService) -> None:
