@@ -5,19 +5,23 @@ from typing import Any
 import msgspec
 import pytest
 
+from octavo.scheduler import admission
 from octavo.scheduler.config import ConfigConflict, SchedulerConfig, resolve_limits
 from octavo.scheduler.deadlines import Deadlines
-from octavo.scheduler.events import RequestSubmitted
+from octavo.scheduler.draft import new_rows, num_new_ids
+from octavo.scheduler.events import RequestCancelled, RequestSubmitted
 from octavo.scheduler.instructions import EmitOutput
+from octavo.scheduler.intake import Intake
 from octavo.scheduler.policy import POLICIES
 from octavo.scheduler.policy.priority import ByPriority
 from octavo.scheduler.sequence import Request
 from octavo.scheduler.simulate.model import make_facts
 from octavo.wire.columns import pack_floats, pack_ints
+from octavo.wire.errors import MalformedMessage
 from octavo.wire.handshake import ServiceFacts, WorkerFacts
-from octavo.wire.ids import Handle, SessionId
-from octavo.wire.plan import RowSampling
-from octavo.wire.requests import FailureCode, RequestFailed, SubmitRequest
+from octavo.wire.ids import Handle, Row, SessionId
+from octavo.wire.plan import NewRow, RowSampling, StepPlan
+from octavo.wire.requests import CancelRequest, FailureCode, RequestFailed, SubmitRequest
 from tests.support.core_driver import FRONTEND, CoreDriver, make_config
 from tests.support.fake_frontend import make_submit
 
@@ -293,3 +297,61 @@ def test_deadlines_of_ended_requests_do_not_pile_up() -> None:
         deadlines.add(request)
         deadlines.remove(request)
     assert len(deadlines._heap) <= 65
+
+
+# Grammars
+
+
+def with_grammar(handle: int, grammar: bytes, num_choices: int = 1) -> SubmitRequest:
+    message = make_submit(handle, [1, 2, handle], 40, num_choices=num_choices)
+    return msgspec.structs.replace(message, grammar=grammar)
+
+
+def test_a_grammar_travels_once_a_plan() -> None:
+    bodies = [b"one" * 100, b"two" * 100, b"one" * 100, b""]
+    intake = Intake(enable_prefix_caching=False)
+    requests = [intake.make_request(FRONTEND, with_grammar(n, body), 0.0) for n, body in enumerate(bodies)]
+    sequences = [request.sequences[0] for request in requests]
+    for number, sequence in enumerate(sequences):
+        sequence.take_row(Row(number), residency=1)
+    rows, grammars = new_rows(sequences)
+    assert grammars == (bodies[0], bodies[1])
+    assert [row.grammar for row in rows] == [1, 2, 1, 0]
+    assert num_new_ids(sequences[0]) == num_new_ids(sequences[3]) + 75
+
+
+def test_a_plan_names_no_grammar_that_it_does_not_bring() -> None:
+    row = NewRow(0, "r", 0, 1, 0, pack_ints([1]), RowSampling(0), grammar=2)
+    with pytest.raises(MalformedMessage, match="not among the plan's 1"):
+        StepPlan(1, 1, b"", b"", b"", new_rows=(row,), grammars=(b"x",))
+
+
+def test_requests_with_the_same_grammar_share_it() -> None:
+    driver = CoreDriver(make_facts())
+    driver.worker_ready()
+    for handle in (1, 2):
+        message = with_grammar(handle, bytes(bytearray(b"a" * 200)))
+        driver.core.on_event(RequestSubmitted(FRONTEND, message), driver.now)
+    held = [driver.core._requests.find(FRONTEND, handle) for handle in (1, 2)]
+    assert len({id(request.grammar) for request in held if request}) == 1
+    assert driver.core._requests.num_grammar_bytes == 200
+    driver.core.check()
+
+
+def test_all_different_grammars_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_GRAMMAR_BYTES", 250)
+    driver = CoreDriver(make_facts())
+    driver.worker_ready()
+
+    def submit(handle: int, body: bytes) -> list[RequestFailed]:
+        answers = driver.core.on_event(RequestSubmitted(FRONTEND, with_grammar(handle, body)), driver.now)
+        return [failed for one in answers if isinstance(one, EmitOutput) for failed in one.output.failed]
+
+    assert not submit(1, b"a" * 200)
+    assert not submit(2, b"a" * 200)  # the same one takes nothing
+    (refused,) = submit(3, b"b" * 100)
+    assert (refused.code, "the limit is 250" in refused.message) == (FailureCode.QUEUE_FULL, True)
+    for handle in (1, 2):
+        driver.core.on_event(RequestCancelled(FRONTEND, CancelRequest(handle)), driver.now)
+    assert driver.core._requests.num_grammar_bytes == 0
+    assert not submit(4, b"b" * 100)
