@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 import jsonschema
@@ -52,6 +52,9 @@ def _list(items: Any, fewest: int, most: int) -> dict[str, Any]:
 
 _COLOUR = {"enum": ["red", "green", "blue", "sky blue"]}
 _POINT = _object(x={"type": "integer", "minimum": -9, "maximum": 9}, y={"type": "integer", "minimum": -9, "maximum": 9})
+
+if TYPE_CHECKING:
+    Answer: TypeAlias = tuple[str, pb.FinishReason.ValueType]  # text, and why it ended
 
 SCHEMAS: tuple[tuple[str, Any], ...] = (
     ("a person", _object(name=_text(24), age={"type": "integer", "minimum": 0, "maximum": 120})),
@@ -125,13 +128,13 @@ class Judge:
         return bool(self._core.GrammarMatcher(grammar, list(stop_ids), False, -1, None).accept_string(text, False))
 
 
-async def ask_schemas(address: str, num_requests: int) -> list[tuple[str, int]]:
+async def ask_schemas(address: str, num_requests: int) -> "list[Answer]":
     """Return text and finish reason of each request."""
     gate = asyncio.Semaphore(CONCURRENCY)
     async with grpc.aio.insecure_channel(address) as channel:
         stub = rpc.GenerationServiceStub(channel)
 
-        async def one(index: int) -> tuple[str, int]:
+        async def one(index: int) -> "Answer":
             async with gate:
                 answer = await stub.Generate(pb.GenerateRequest(input=make_input(index)), timeout=TIMEOUT_S)
                 return answer.choices[0].text, answer.choices[0].finish_reason
@@ -139,7 +142,7 @@ async def ask_schemas(address: str, num_requests: int) -> list[tuple[str, int]]:
         return list(await asyncio.gather(*map(one, range(num_requests))))
 
 
-def judge(answers: list[tuple[str, int]], folder: Path) -> dict[str, Any]:
+def judge(answers: "list[Answer]", folder: Path) -> dict[str, Any]:
     """Return how the answers of `ask_schemas` ended, and those that are not what they should be."""
     rules, wrong = Judge(folder), []
     for index, (text, reason) in enumerate(answers):

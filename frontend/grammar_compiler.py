@@ -32,8 +32,10 @@ MEMORY_LIMIT_BYTES = 2 * 2**30
 """That compiling may take beside what the process has when it begins."""
 
 PROBE_TOKENS = 64
-PROBE_MASK_LIMIT_S = 0.1
-"""A grammar whose masks take longer would hold up every request of the worker."""
+PROBE_LIMIT_S = 0.5
+UNPACK_LIMIT_S = 0.5
+"""CPU time of so many masks, and of unpacking a grammar: more would hold up every request of the worker. Grammars of
+everyday size take a hundredth of it; ambiguous ones take longer with every token."""
 
 _PR_SET_PDEATHSIG = 1
 _PLACE_IN_SOURCE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
@@ -86,7 +88,7 @@ class Compiler:
                 f"the compiled grammar has {len(text)} bytes ({len(body)} packed), limit {MAX_COMPILED_BYTES} "
                 f"({MAX_BODY_BYTES} packed): make it simpler"
             )
-        self._probe(compiled)
+        self._probe(text)
         return body
 
     def _json_schema(self, text: str) -> Any:
@@ -114,21 +116,24 @@ class Compiler:
             check_schema(schema)
         return self._compiler.compile_structural_tag(json.dumps(tag, ensure_ascii=False, allow_nan=False))
 
-    def _probe(self, compiled: Any) -> None:
-        """Walk through the grammar a little, as a worker would."""
+    def _probe(self, text: str) -> None:
+        """Unpack the grammar and walk through it a little, as a worker would."""
+        started = time.process_time()
+        compiled = self._core.CompiledGrammar.deserialize_json(text, self._info)
+        if (took := time.process_time() - started) > UNPACK_LIMIT_S:
+            raise GrammarError(f"unpacking it takes {took:.2f} s, limit {UNPACK_LIMIT_S} s: make it simpler")
         matcher = self._core.GrammarMatcher(compiled, list(self._stop_ids), False, -1, None)
         mask = np.zeros((1, -(-self._info.vocab_size() // 32)), dtype=np.int32)
         draw = random.Random(0)  # noqa: S311 - it picks a path to measure, nothing else
+        started = time.process_time()
         for _ in range(PROBE_TOKENS):
-            started = time.perf_counter()
             matcher.fill_next_token_bitmask(mask, 0, False)
-            if (took := time.perf_counter() - started) > PROBE_MASK_LIMIT_S:
-                raise GrammarError(f"its masks take {took:.2f} s each, limit {PROBE_MASK_LIMIT_S} s: make it simpler")
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-            if not allowed.size:
+            going_on = allowed[~np.isin(allowed, self._stop_ids)]
+            if not going_on.size or not matcher.accept_token(int(draw.choice(going_on)), False):
                 return
-            if not matcher.accept_token(int(draw.choice(allowed)), False) or matcher.is_terminated():
-                return
+            if time.process_time() - started > PROBE_LIMIT_S:
+                raise GrammarError(f"{PROBE_TOKENS} of its masks take more than {PROBE_LIMIT_S} s: make it simpler")
 
 
 def _literal(text: str) -> str:

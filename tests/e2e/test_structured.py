@@ -1,5 +1,6 @@
 """Structured output while processes are killed: the text is what was asked for, whatever dies."""
 
+import asyncio
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import jsonschema
 
+from benchmarks.structured_output import MIN_STOPPED, SCHEMAS, ask_schemas, judge
 from octavo.v1 import generation_pb2 as pb
 from tests.support.service import Answer, Service, assert_gone
 
@@ -31,6 +33,14 @@ def request(seed: int) -> pb.GenerateStreamRequest:
     return pb.GenerateStreamRequest(input=asked)
 
 
+def _slice_of_the_benchmark(running: Service, demo_model: Path) -> None:
+    """Ask once by each schema of benchmarks/structured_output.py, which asks 500 times."""
+    answers = asyncio.run(ask_schemas(running.address, len(SCHEMAS)))
+    found = judge(answers, demo_model)
+    assert found["wrong"] == []
+    assert found["stopped"] >= MIN_STOPPED
+
+
 def test_a_structured_stream_outlives_processes(make_service: Callable[[], Service], demo_model: Path) -> None:
     running = make_service().serve(str(demo_model), "--backend", "cpu").wait_until_ready()
     for seed, role in enumerate(("worker", "scheduler")):
@@ -46,6 +56,7 @@ def test_a_structured_stream_outlives_processes(make_service: Callable[[], Servi
         assert answer.finished is not None
         assert answer.finished.finish_reason == pb.FINISH_REASON_STOP
         jsonschema.validate(json.loads(text), SCHEMA)
+    _slice_of_the_benchmark(running, demo_model)
     held = running.wait_until_idle()
     assert held.free_blocks == held.total_blocks
     family = running.family()

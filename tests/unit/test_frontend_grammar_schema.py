@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from octavo.frontend import grammar_compiler
 from octavo.frontend.grammar_compiler import Compiler, GrammarError
 from octavo.frontend.grammar_jobs import Job
 from octavo.frontend.grammar_schema import MAX_DEPTH, SchemaError, check_pattern, check_schema, parse_json
@@ -240,6 +241,19 @@ def test_other_forms_that_are_none(compiler: Compiler, kind: str, text: str, rea
         compiler.compile(Job(kind, text))
     assert reason in str(raised.value)
     assert ".cc:" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason"), [("PROBE_LIMIT_S", "masks take more"), ("UNPACK_LIMIT_S", "unpacking it")]
+)
+def test_what_would_hold_up_the_worker_is_refused(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, limit: str, reason: str
+) -> None:
+    job = Job("grammar", 'root ::= root root | "a" | [a-z]* | "é"')
+    compiler.compile(job)
+    monkeypatch.setattr(grammar_compiler, limit, 0.0)
+    with pytest.raises(GrammarError, match=reason):
+        compiler.compile(job)
 
 
 def test_special_tokens_are_no_text(compiler: Compiler, folder: Path) -> None:
