@@ -11,6 +11,7 @@ from msgspec import UNSET, Struct, UnsetType
 from octavo.frontend.choice import ChoiceEnd, Chunk
 from octavo.frontend.openai.prompt_logprobs import PromptColumns, PromptLogprob, describe_prompt, prompt_columns
 from octavo.frontend.openai.texts import LEAST_LOGPROB, legacy_text
+from octavo.frontend.openai.turns import Delta, Turn, delta_of, turn_of
 from octavo.frontend.streams import Stream
 from octavo.frontend.tokenizer import ModelTokenizer
 from octavo.wire.columns import unpack_floats, unpack_ints
@@ -78,43 +79,6 @@ class CompletionChoice(Struct):
     token_ids: Ids = UNSET
     prompt_token_ids: Ids = UNSET
     prompt_logprobs: PromptLogprobs = UNSET
-
-
-class CalledFunction(Struct):
-    """A function that is called, or what is new of it."""
-
-    arguments: str
-    name: str | UnsetType = UNSET
-
-
-class ToolCall(Struct):
-    """A call of a tool, or what is new of it, with its place among the choice's calls."""
-
-    function: CalledFunction
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-    index: int | UnsetType = UNSET
-
-
-class Turn(Struct):
-    """A message of the assistant. What it thought has two names: clients look for either."""
-
-    content: str | None
-    role: str = "assistant"
-    refusal: None = None
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-
-
-class Delta(Struct):
-    """What is new of a message."""
-
-    content: str | UnsetType = UNSET
-    role: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -250,7 +214,7 @@ class Answer:
         """Return what is new of a choice as an event."""
         index, ids = part.first_index + chunk.choice, part.new_ids(chunk)
         if self.is_chat:
-            chat = ChatChunkChoice(index, _delta(chunk), _chat_logprobs(part, chunk), token_ids=ids)
+            chat = ChatChunkChoice(index, delta_of(chunk), _chat_logprobs(part, chunk), token_ids=ids)
             return self._event([chat])
         return self._event([CompletionChoice(index, chunk.text, _text_logprobs(part, chunk), token_ids=ids)])
 
@@ -310,7 +274,7 @@ def _whole_chat(part: Part, choice: int) -> ChatChoice:
     end, chunk = _take_whole(part, choice)
     return ChatChoice(
         part.first_index + choice,
-        _turn(chunk),
+        turn_of(chunk),
         _chat_logprobs(part, chunk),
         _finish_reason(end),
         _stop_reason(end),
@@ -330,30 +294,6 @@ def _take_whole(part: Part, choice: int) -> tuple[ChoiceEnd, Chunk]:
     # Only now its end says whether calls were made.
     has_echo = any(chunk.is_echo for chunk in chunks)
     return output.end, Chunk(choice, 0, len(output.ids), text, logprobs, reasoning, calls, has_echo)
-
-
-def _delta(chunk: Chunk) -> Delta:
-    if not (chunk.reasoning or chunk.calls):
-        return Delta(content=chunk.text)
-    reasoning = chunk.reasoning or UNSET
-    calls = [
-        ToolCall(CalledFunction(call.arguments, call.name), call.call_id, "function", call.number)
-        if call.name
-        else ToolCall(CalledFunction(call.arguments), index=call.number)
-        for call in chunk.calls
-    ]
-    return Delta(chunk.text or UNSET, UNSET, reasoning, reasoning, calls or UNSET)
-
-
-def _turn(chunk: Chunk) -> Turn:
-    calls: list[ToolCall] = []
-    for call in chunk.calls:
-        if call.name:
-            calls.append(ToolCall(CalledFunction("", call.name), call.call_id, "function"))
-        calls[call.number].function.arguments += call.arguments
-    reasoning = chunk.reasoning or UNSET
-    content = chunk.text or (None if calls or chunk.reasoning else "")
-    return Turn(content, reasoning=reasoning, reasoning_content=reasoning, tool_calls=calls or UNSET)
 
 
 def _finish_reason(end: ChoiceEnd) -> str:

@@ -283,6 +283,16 @@ async def test_thoughts_that_the_template_opens(open_doors: Open, scheduler: Scr
     assert answer == Answer("Yes. <think>", "", [], "stop")
 
 
+async def test_a_text_of_a_given_form_has_no_thoughts(open_doors: Open, scheduler: ScriptedScheduler) -> None:
+    doors = await open_doors("opened")
+    create: Any = doors.openai.chat.completions.create
+    asking = asyncio.ensure_future(create(model="", messages=ASK, response_format={"type": "json_object"}))
+    request = await scheduler.next(SubmitRequest)
+    assert request.grammar
+    scheduler.answer(request, [[*b'{"a": 1}', EOS]], STOP)
+    assert from_http((await asking).choices[0]) == Answer('{"a": 1}', "", [], "stop")
+
+
 async def test_without_parsers_text_stays_as_it_is(open_doors: Open, scheduler: ScriptedScheduler) -> None:
     doors = await open_doors("hermes", reasoning_parser="none", tool_call_parser="none")
     text = f"<think>a</think>\n{CALL} "
