@@ -24,6 +24,7 @@ from octavo.frontend.errors import (
 from octavo.frontend.grammars import Grammars
 from octavo.frontend.journal import Journal
 from octavo.frontend.large_messages import Unread
+from octavo.frontend.long_prompts import refuse_by_beginning
 from octavo.frontend.metadata import read_authorization, read_caller, read_request_id, read_trace
 from octavo.frontend.metrics import Metrics
 from octavo.frontend.model import ModelFiles
@@ -384,11 +385,14 @@ def _prompt_work(
             check_token_ids(ids, bounds)
             return Prompt(resolve_call(full, "token_ids", ids, bounds))
         if request.HasField("chat"):
+            contents = [message.content for message in request.chat.messages]
+            refuse_by_beginning(model.tokenizer, contents, bounds.max_model_len, "input.chat")
             rendered = render_chat(model, request.chat, checked)
             # A text of a given form has that form from its first character on: nothing is thought before it.
             start = rendered.start if params.constraint is None else None
             call = resolve_call(full, "chat", rendered.ids, bounds)
             return Prompt(call, output_form(model, checked, start), required_form(model, request.chat, checked, start))
+        refuse_by_beginning(model.tokenizer, [request.text], bounds.max_model_len, "input.text")
         return Prompt(resolve_call(full, "text", model.tokenizer.encode_text(request.text), bounds))
 
     return work

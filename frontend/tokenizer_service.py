@@ -16,6 +16,7 @@ from octavo.frontend.errors import (
     Unavailable,
 )
 from octavo.frontend.lifecycle import Lifecycle
+from octavo.frontend.long_prompts import refuse_by_beginning
 from octavo.frontend.model import ModelFiles
 from octavo.frontend.prompts import RenderedChat, check_chat, render_chat
 from octavo.frontend.rpc import Context, Incoming, answer, check_known, parse
@@ -168,7 +169,7 @@ def _tokenizing(request: pb.TokenizeRequest, model: ModelFiles, bounds: Bounds) 
         with _renamed_fields("input."):
             prompt = generation_pb2.GenerationInput(text=request.text)
             check_prompt_form(prompt, bounds, model.tokenizer.max_prompt_bytes(bounds.max_model_len))
-        encode = _encoding_text(request, model.tokenizer)
+        encode = _encoding_text(request, model.tokenizer, bounds)
 
     def work() -> pb.TokenizeResponse:
         ids = encode()
@@ -179,9 +180,14 @@ def _tokenizing(request: pb.TokenizeRequest, model: ModelFiles, bounds: Bounds) 
     return work
 
 
-def _encoding_text(request: pb.TokenizeRequest, tokenizer: ModelTokenizer) -> Callable[[], list[int]]:
+def _encoding_text(request: pb.TokenizeRequest, tokenizer: ModelTokenizer, bounds: Bounds) -> Callable[[], list[int]]:
     with_specials = request.add_special_tokens if request.HasField("add_special_tokens") else True
-    return lambda: tokenizer.encode_text(request.text, with_specials)
+
+    def encode() -> list[int]:
+        refuse_by_beginning(tokenizer, [request.text], bounds.max_model_len, "text")
+        return tokenizer.encode_text(request.text, with_specials)
+
+    return encode
 
 
 def _encoding_chat(chat: generation_pb2.ChatPrompt, model: ModelFiles, bounds: Bounds) -> Callable[[], list[int]]:
@@ -230,6 +236,8 @@ def _checked_chat(chat: generation_pb2.ChatPrompt, model: ModelFiles, bounds: Bo
 
     def render() -> RenderedChat:
         with _renamed_fields("input."):
+            contents = [message.content for message in chat.messages]
+            refuse_by_beginning(model.tokenizer, contents, bounds.max_model_len, "input.chat")
             return render_chat(model, chat, checked)
 
     return render

@@ -2,14 +2,16 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.frontend.budget import FREE_BYTES, ByteBudget
-from octavo.frontend.errors import InvalidArgument, TooManyBytes
+from octavo.frontend.errors import ContextLengthExceeded, InvalidArgument, TooManyBytes
 from octavo.frontend.large_messages import MAX_FIELDS, MAX_NUMBERS, Unread, check_fields
+from octavo.frontend.long_prompts import refuse_by_beginning
 from octavo.frontend.openai.bodies import check_values
 from octavo.frontend.openai.errors import HttpError
 from octavo.v1 import generation_pb2 as pb
@@ -174,3 +176,30 @@ def test_shares_are_bounded_together_and_given_back() -> None:
             small.grow(FREE_BYTES)
         assert budget.used == 1000
     assert budget.used == 0
+
+
+class CountingTokenizer:
+    """A token for each character; remembers how much it was asked to tokenise."""
+
+    def __init__(self) -> None:
+        self.num_chars = 0
+
+    def encode_text(self, text: str) -> list[int]:
+        self.num_chars += len(text)
+        return [0] * len(text)
+
+
+@pytest.mark.parametrize("texts", [["x" * 10**6], ["x" * 1000] * 1000, ["", "x" * 10**6]])
+def test_a_prompt_that_is_far_too_long_is_refused_by_its_beginning(texts: list[str]) -> None:
+    tokenizer: Any = CountingTokenizer()
+    with pytest.raises(ContextLengthExceeded, match="more than 150 tokens, limit 100") as raised:
+        refuse_by_beginning(tokenizer, texts, 100, "input.text")
+    assert raised.value.field_path == "input.text"
+    assert tokenizer.num_chars <= 8 * 100
+
+
+@pytest.mark.parametrize("texts", [["x" * 1600], ["x" * 800, "x" * 800], [""], []])
+def test_a_prompt_that_may_fit_is_not_looked_at_twice(texts: list[str]) -> None:
+    tokenizer: Any = CountingTokenizer()
+    refuse_by_beginning(tokenizer, texts, 100, "input.text")
+    assert tokenizer.num_chars == 0
