@@ -346,6 +346,8 @@ def row_of(
     """Return the figures of the window between warm-up and the last second."""
     start = sent[0, 0] + arguments.warmup
     inside = [look for look in looks if start <= look[0] <= start + arguments.seconds]
+    if len(inside) < 2:
+        sys.exit("the machine is too busy: this program could not look at the CPU times twice")
     (begin, before), (end, after) = inside[0], inside[-1]
     arrived, delays = [], []
     for stream, pieces in enumerate(news):
