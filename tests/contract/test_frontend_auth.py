@@ -283,7 +283,7 @@ def test_an_operator_is_told_of_a_service_that_anybody_may_call(
 ) -> None:
     monkeypatch.setattr(main, "SWITCH_INTERVAL_S", sys.getswitchinterval())
 
-    def refuse(folder: Path) -> None:
+    def refuse(*_: object) -> None:
         raise ModelFilesError("this is enough")
 
     monkeypatch.setattr(server, "load_model_files", refuse)
