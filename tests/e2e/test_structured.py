@@ -7,7 +7,9 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import jsonschema
+import pytest
 
 from benchmarks.structured_output import MIN_STOPPED, SCHEMAS, ask_schemas, judge
 from octavo.v1 import generation_pb2 as pb
@@ -41,6 +43,21 @@ def _slice_of_the_benchmark(running: Service, demo_model: Path) -> None:
     assert found["stopped"] >= MIN_STOPPED
 
 
+def _a_dead_end_fails_alone(running: Service) -> None:
+    """min_tokens forbids the end, which is all that the form leaves; another stream goes on meanwhile."""
+    other = running.generation.GenerateStream(request(7), timeout=120)
+    next(iter(other))
+    dead = pb.GenerationInput(text="Yes or no?")
+    dead.constraint.choice.values.append("no")
+    dead.stopping.min_tokens, dead.stopping.max_tokens = 8, 16
+    with pytest.raises(grpc.RpcError) as raised:
+        running.generation.Generate(pb.GenerateRequest(input=dead), timeout=60)
+    assert raised.value.code() is grpc.StatusCode.INTERNAL
+    assert "left no id that could be drawn" in str(raised.value.details())
+    text = "".join(event.delta.text for event in other)
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
 def test_a_structured_stream_outlives_processes(make_service: Callable[[], Service], demo_model: Path) -> None:
     running = make_service().serve(str(demo_model), "--backend", "cpu").wait_until_ready()
     for seed, role in enumerate(("worker", "scheduler")):
@@ -57,6 +74,7 @@ def test_a_structured_stream_outlives_processes(make_service: Callable[[], Servi
         assert answer.finished.finish_reason == pb.FINISH_REASON_STOP
         jsonschema.validate(json.loads(text), SCHEMA)
     _slice_of_the_benchmark(running, demo_model)
+    _a_dead_end_fails_alone(running)
     held = running.wait_until_idle()
     assert held.free_blocks == held.total_blocks
     family = running.family()
