@@ -22,6 +22,8 @@ class ChoiceEnd:
     stop_string: str | None = None
     stop_token_id: int | None = None
     made_calls: bool = False
+    cumulative_logprob: float | None = None
+    """Of beams."""
 
     @property
     def by_calls(self) -> bool:
@@ -139,7 +141,7 @@ class ChoiceOutput:
             self._num_logprobs += 1
             self._logprobs.append(logprobs)
 
-    def finish(self, reason: FinishReason, num_tokens: int) -> None:
+    def finish(self, reason: FinishReason, num_tokens: int, cumulative_logprob: float | None = None) -> None:
         """End the choice because the scheduler says so.
 
         Raises:
@@ -157,7 +159,8 @@ class ChoiceOutput:
             tail = match + self._matcher.flush()
         last = self.ids[-1] if num_tokens else None
         by_id = reason is FinishReason.STOP and last in self._stop_ids
-        self.end = ChoiceEnd(reason, num_tokens, stop_token_id=last if by_id else None)
+        stop_id = last if by_id else None
+        self.end = ChoiceEnd(reason, num_tokens, stop_token_id=stop_id, cumulative_logprob=cumulative_logprob)
         self._add_tail(tail)
 
     def take(self, limit: int) -> Iterator[Chunk]:

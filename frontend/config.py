@@ -37,6 +37,7 @@ class FrontendConfig:
         max_unread_bytes: of all large requests that are being read at one time (or max_message_bytes, if that is more);
             more are RESOURCE_EXHAUSTED.
         max_n: most choices of a request.
+        max_beam_width: most continuations that a beam search follows.
         max_logprobs: most log-probabilities beside the drawn one.
         max_stop_strings, max_stop_string_chars: number of stop strings of a request, and characters of each.
         max_stop_token_ids, max_logit_bias, max_allowed_token_ids: most entries of these lists.
@@ -75,6 +76,7 @@ class FrontendConfig:
     max_message_bytes: int = 16 * 2**20
     max_unread_bytes: int = 256 * 2**20
     max_n: int = 128
+    max_beam_width: int = 16
     max_logprobs: int = 20
     max_stop_strings: int = 16
     max_stop_string_chars: int = 1024
@@ -113,6 +115,7 @@ _POSITIVE = (
     "max_message_bytes",
     "max_unread_bytes",
     "max_n",
+    "max_beam_width",
     "max_streams",
     "max_unsent_tokens",
     "max_messages",

@@ -49,6 +49,12 @@ class Journal:
         self.grammar = grammar  # may be set until the request begins
         self.is_started = False  # a plan has named it: from then on it must not be refused for load, replayed or not
 
+    def forget_output(self) -> None:
+        """Forget all ids: what a search finds comes whole."""
+        for ids in self.outputs:
+            del ids[:]
+        self.finished.clear()
+
     @property
     def num_completion_tokens(self) -> int:
         """Number of ids received, of all choices."""
@@ -93,4 +99,5 @@ class Journal:
             prefix_keys=self._prefix_keys if facts.prefix_caching else b"",
             grammar=self.grammar,
             num_prompt_told=self.prompt.num_told if self.prompt is not None else 0,
+            beams=call.params.beams,
         )

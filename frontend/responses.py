@@ -123,6 +123,8 @@ async def whole_response(stream: Stream, request_id: str, model: str, tokenizer:
                 choice.stop_token_id = end.stop_token_id
             if params.token_ids:
                 choice.token_ids.extend(stream.choices[index].ids)
+            if end.cumulative_logprob is not None:
+                choice.cumulative_logprob = end.cumulative_logprob
             if params.logprobs is not None:
                 choice.cumulative_logprob = sum(entry.logprob for entry in choice.logprobs)
     return pb.GenerateResponse(

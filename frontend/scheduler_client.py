@@ -159,9 +159,10 @@ class SchedulerClient:
         """End a request without an answer."""
         self._send(CancelRequest(handle))
 
-    def finish_choice(self, handle: int, choice: int, num_tokens: int) -> None:
-        """End one choice at its `num_tokens`-th token."""
+    def finish_choice(self, handle: int, choice: int, num_tokens: int) -> bool:
+        """End one choice at its `num_tokens`-th token, or a search; say whether there is somebody to tell."""
         self._send(FinishChoice(handle, choice, num_tokens))
+        return bool(self.epoch)
 
     async def status(self) -> StatusReport | None:
         """Ask the scheduler what it holds; None if it does not answer in time or cannot be asked."""

@@ -48,8 +48,8 @@ class SchedulerLink(Protocol):
         """End a request without an answer."""
         ...
 
-    def finish_choice(self, handle: int, choice: int, num_tokens: int) -> None:
-        """End one choice at its `num_tokens`-th token."""
+    def finish_choice(self, handle: int, choice: int, num_tokens: int) -> bool:
+        """End one choice at its `num_tokens`-th token, or a search; say whether there is somebody to tell."""
         ...
 
 
@@ -99,15 +99,12 @@ class Stream:
         self.on_flush: Callable[[], None] | None = None  # called before what is new is taken
         self.message_cost_s = message_cost_s
         self._prompt = journal.prompt
-        params = journal.call.params
-        self.choices: list[ChoiceOutput] = []
-        for i, ids in enumerate(journal.outputs):
-            detokenizer = make_detokenizer() if make_detokenizer else None
-            if form is None or detokenizer is None:
-                self.choices.append(ChoiceOutput(i, ids, params, detokenizer, journal.call.echo))
-            else:
-                parser, echo = form.parser(), journal.call.echo
-                self.choices.append(ParsedChoice(i, ids, params, detokenizer, parser, echo))
+        self._make_detokenizer = make_detokenizer
+        self._form = form
+        # All that a search finds comes at its end, and is shown whole or not at all.
+        self._is_search = journal.call.params.beams is not None
+        self._is_cut = False
+        self.choices = self._make_choices()
         self._link = link
         self._loop = asyncio.get_running_loop()
         self._max_unsent_tokens = max_unsent_tokens
@@ -155,6 +152,8 @@ class Stream:
 
         Nothing comes before the whole prompt has been told, where that is wanted.
         """
+        if self._is_search and not self.ended:
+            return
         if self._prompt is not None and not self._prompt.is_whole and not self.ended:
             return
         if self.on_flush is not None:
@@ -172,7 +171,10 @@ class Stream:
     def begin(self, facts: ServiceFacts) -> None:
         """Tell the scheduler of the request, or of what is left of it, in a session with these facts."""
         left = None if self.deadline is None else max(0.0, self.deadline - self._loop.time())
-        self._finish_full_choices()
+        if self._is_search:
+            self._begin_search_anew()
+        else:
+            self._finish_full_choices()
         if not self.ended:
             self._link.submit(self.journal.to_request(self.handle, left, facts))
 
@@ -230,7 +232,7 @@ class Stream:
         if stopped:
             self._link.finish_choice(self.handle, choice, len(output.ids))
             self._on_end(choice)
-        if self._max_unsent_tokens is None:
+        if self._max_unsent_tokens is None or self._is_search:
             return False
         if self._num_received > self._max_unsent_tokens:
             self._check_unsent(self._max_unsent_tokens)
@@ -249,7 +251,7 @@ class Stream:
             raise PositionGap(f"choice {event.choice} ended before all log-probabilities of the prompt came")
         if not self.started:
             self._start()
-        output.finish(event.reason, event.num_tokens)
+        output.finish(event.reason, event.num_tokens, event.cumulative_logprob)
         prefill_s, decode_s = self._phases or (event.prefill_s, 0.0)
         self._phases = (min(prefill_s, event.prefill_s), max(decode_s, event.decode_s))
         self._on_end(event.choice)
@@ -262,7 +264,14 @@ class Stream:
         """End all choices with what there is of them, the request's time limit having passed."""
         if self.ended:
             return
+        if self._is_search and self.started and not self._is_cut:
+            self._is_cut = True
+            if self._link.finish_choice(self.handle, 0, 0):
+                return  # the answer is the best that has been found until now
         self._link.cancel(self.handle)
+        self._end_with_what_there_is()
+
+    def _end_with_what_there_is(self) -> None:
         if not self.started:
             self._queue_s = self.journal.call.params.time_limit_s or 0.0
             self._start()
@@ -276,6 +285,28 @@ class Stream:
         if not self.ended:
             self._link.cancel(self.handle)
             self._end_with(error)
+
+    def _make_choices(self) -> list[ChoiceOutput]:
+        params, choices = self.journal.call.params, list[ChoiceOutput]()
+        for i, ids in enumerate(self.journal.outputs):
+            detokenizer = self._make_detokenizer() if self._make_detokenizer else None
+            if self._form is None or detokenizer is None:
+                choices.append(ChoiceOutput(i, ids, params, detokenizer, self.journal.call.echo))
+            else:
+                parser, echo = self._form.parser(), self.journal.call.echo
+                choices.append(ParsedChoice(i, ids, params, detokenizer, parser, echo))
+        return choices
+
+    def _begin_search_anew(self) -> None:
+        """Forget what came of an answer whose rest was lost with a session: the next search may find another one."""
+        if self.ended:
+            return
+        self.journal.forget_output()
+        self.choices = self._make_choices()
+        self._num_running = len(self.choices)
+        self._ends_to_tell.clear()
+        if self._is_cut:
+            self._end_with_what_there_is()
 
     def _choice(self, index: int) -> ChoiceOutput:
         if index >= len(self.choices):

@@ -5,9 +5,7 @@ from collections.abc import Callable, Mapping
 from octavo.frontend.errors import InvalidArgument
 from octavo.v1 import generation_pb2 as pb
 
-_UNSERVED: Mapping[str, Callable[[pb.GenerationInput], bool]] = {
-    "input.sampling.beam_search": lambda one: one.sampling.HasField("beam_search"),
-}
+_UNSERVED: Mapping[str, Callable[[pb.GenerationInput], bool]] = {}
 
 
 def refuse_unserved(request: pb.GenerationInput) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from octavo.frontend.beams import check_beams
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.constraint import Constraint, check_ending, read_constraint
 from octavo.frontend.errors import ContextLengthExceeded, InvalidArgument
@@ -22,6 +23,7 @@ from octavo.frontend.unserved import refuse_unserved
 from octavo.v1 import generation_pb2 as pb
 from octavo.wire.columns import pack_floats, pack_ints
 from octavo.wire.plan import RowSampling
+from octavo.wire.requests import BeamParams, num_candidates
 
 GREEDY_BELOW = 1e-5
 """Temperatures below are greedy: dividing by them would overflow."""
@@ -79,6 +81,7 @@ class GenerationParams:
         time_limit_s: after so long, from the call's arrival on, all choices end with what there is.
         prompt_logprobs: number of log-probabilities beside that of each prompt token; None if not asked for.
         echo: whether the prompt's text stands before each choice's.
+        beams: the choices are not drawn, but the best that a search finds.
     """
 
     num_choices: int
@@ -99,6 +102,7 @@ class GenerationParams:
     time_limit_s: float | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
+    beams: BeamParams | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParam
     sampling, stopping, output = request.sampling, request.stopping, request.output
     config = bounds.config
     num_choices = _integer("input.sampling.n", sampling.n, 1, config.max_n) if sampling.HasField("n") else 1
+    beams = check_beams(request, num_choices, config)
     most_logprobs = min(config.max_logprobs, bounds.vocab_size)
     logprobs = prompt_logprobs = None
     if output.HasField("logprobs"):
@@ -146,12 +151,15 @@ def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParam
     constraint = read_constraint(request.constraint) if request.HasField("constraint") else None
     if constraint is not None:
         check_ending(constraint, stopping, sampling, bounds.eos_ids)
+    if beams is None:
+        row = _row_sampling(sampling, bounds, min_tokens, ending_ids, -1 if logprobs is None else logprobs)
+    else:
+        # The likeliest ids of each row are all that matters; what must not end yet is left out where they are chosen.
+        candidates = num_candidates(beams, len(ending_ids))
+        row = RowSampling(seed=0, temperature=0.0, min_tokens=min_tokens, logprobs=candidates)
     return GenerationParams(
         num_choices=num_choices,
-        sampling=msgspec.structs.replace(
-            _row_sampling(sampling, bounds, min_tokens, ending_ids, -1 if logprobs is None else logprobs),
-            prompt_logprobs=-1 if prompt_logprobs is None else prompt_logprobs,
-        ),
+        sampling=msgspec.structs.replace(row, prompt_logprobs=-1 if prompt_logprobs is None else prompt_logprobs),
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         ending_ids=ending_ids,
@@ -168,6 +176,7 @@ def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParam
         constraint=constraint,
         prompt_logprobs=prompt_logprobs,
         echo=output.echo,
+        beams=beams,
     )
 
 
@@ -287,6 +296,8 @@ def _submessages(request: pb.GenerationInput) -> list[tuple[str, Message]]:
             found.append((f"input.{name}", getattr(request, name)))
     if request.constraint.HasField("choice"):
         found.append(("input.constraint.choice", request.constraint.choice))
+    if request.sampling.HasField("beam_search"):
+        found.append(("input.sampling.beam_search", request.sampling.beam_search))
     return found + chat_messages(request.chat) if request.HasField("chat") else found
 
 

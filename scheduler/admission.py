@@ -1,11 +1,13 @@
 """What a request must satisfy to be taken in. What passes here never fails in the core for its own sake."""
 
 from octavo.scheduler.config import Limits, SchedulerConfig
+from octavo.scheduler.groups import most_blocks
 from octavo.scheduler.policy import POLICIES
+from octavo.scheduler.sequence import Request
 from octavo.scheduler.state import RequestTable
 from octavo.wire.columns import column_length, unpack_ints
 from octavo.wire.prefix import split_keys
-from octavo.wire.requests import FailureCode, RequestFailed, SubmitRequest
+from octavo.wire.requests import BeamParams, FailureCode, RequestFailed, SubmitRequest, num_candidates
 
 MAX_GRAMMAR_BYTES = 256 * 2**20
 """Of all different grammars of live requests."""
@@ -42,6 +44,32 @@ def _grammar_error(message: SubmitRequest, requests: RequestTable) -> str | None
     return None
 
 
+def size_error(request: Request, limits: Limits) -> str | None:
+    """Return why an admitted request cannot run with these limits, None if it can."""
+    num_prompt, max_tokens = request.num_prompt_tokens, request.max_output_tokens
+    if (reason := length_error(num_prompt, max_tokens, limits)) is not None or request.group is None:
+        return reason
+    return beams_error(num_prompt, max_tokens, request.group.search.params, len(request.stop_ids), limits)
+
+
+def beams_error(
+    num_prompt_tokens: int, max_tokens: int, beams: BeamParams, num_stop_ids: int, limits: Limits
+) -> str | None:
+    """Return why a search of this width can never run, None if it can."""
+    width = beams.width
+    if width > limits.max_num_seqs:
+        return f"{width} beams run at once, the limit is {limits.max_num_seqs} sequences (max_num_seqs)"
+    if (needed := num_candidates(beams, num_stop_ids)) > limits.vocab_size:
+        return f"{width} beams and {num_stop_ids} ids that end them need {needed} ids, there are {limits.vocab_size}"
+    needed = most_blocks(num_prompt_tokens, max_tokens, width, limits.block_size)
+    if needed >= limits.num_blocks:
+        return (
+            f"{width} beams of a prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens} can take {needed} "
+            f"blocks of {limits.block_size} tokens: there are {limits.num_blocks - 1}"
+        )
+    return None
+
+
 def length_error(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> str | None:
     """Return why a request of these lengths can never run, None if it can."""
     limit = f"the limit is {limits.max_model_len} tokens of prompt and output together"
@@ -61,7 +89,10 @@ def _length_error(message: SubmitRequest, limits: Limits) -> str | None:
     for choice, output in enumerate(message.output_ids):
         if column_length(output) > message.max_tokens:
             return f"choice {choice} replays {column_length(output)} tokens, max_tokens is {message.max_tokens}"
-    return None
+    if message.beams is None:
+        return None
+    num_prompt, num_stop_ids = column_length(message.prompt_ids), column_length(message.stop_token_ids)
+    return beams_error(num_prompt, message.max_tokens, message.beams, num_stop_ids, limits)
 
 
 def _id_error(message: SubmitRequest, vocab_size: int) -> str | None:
@@ -117,7 +148,7 @@ def _queue_error(message: SubmitRequest, limits: Limits, config: SchedulerConfig
         return None
     if requests.num_unstarted >= config.max_waiting_requests:
         return f"{requests.num_unstarted} requests wait, the limit is {config.max_waiting_requests}"
-    num_tokens = column_length(message.prompt_ids) * message.num_choices
+    num_tokens = _num_queued_tokens(message)
     waiting = requests.num_unstarted_tokens
     if waiting and waiting + num_tokens > config.max_waiting_tokens:
         return f"{waiting} tokens wait, {num_tokens} more would exceed the limit of {config.max_waiting_tokens}"
@@ -135,7 +166,7 @@ def _caller_error(message: SubmitRequest, config: SchedulerConfig, requests: Req
         reason = f"this caller has {held} requests, the limit is {limit} (--max-requests-per-caller)"
         having = (("max_requests_per_caller", limit), ("requests", held))
         return RequestFailed(message.handle, FailureCode.CALLER_LIMIT, reason, RETRY_AFTER_S, having)
-    num_tokens = column_length(message.prompt_ids) * message.num_choices
+    num_tokens = _num_queued_tokens(message)
     limit, held = config.max_waiting_tokens_per_caller, requests.waiting_tokens_of_caller(message.caller)
     if limit and held and held + num_tokens > limit:
         reason = (
@@ -145,3 +176,8 @@ def _caller_error(message: SubmitRequest, config: SchedulerConfig, requests: Req
         waiting = (("max_waiting_tokens_per_caller", limit), ("waiting_tokens", held), ("request_tokens", num_tokens))
         return RequestFailed(message.handle, FailureCode.CALLER_LIMIT, reason, RETRY_AFTER_S, waiting)
     return None
+
+
+def _num_queued_tokens(message: SubmitRequest) -> int:
+    num_sequences = message.num_choices if message.beams is None else message.beams.width
+    return column_length(message.prompt_ids) * num_sequences

@@ -20,6 +20,8 @@ class Batch:
         self._free = [Row(row) for row in reversed(range(num_rows))]
         self._to_free: list[Row] = []
         self._num_entered = 0
+        self.num_held = 0
+        """Rows that are kept for beams to come."""
         self.version = 0
         """Changes whenever a sequence enters or leaves."""
 
@@ -30,9 +32,14 @@ class Batch:
         return iter(self._running.values())
 
     @property
+    def num_free_rows(self) -> int:
+        """Rows that sequences can enter."""
+        return len(self._free) - self.num_held
+
+    @property
     def has_free_row(self) -> bool:
         """Whether a sequence can enter."""
-        return bool(self._free)
+        return len(self._free) > self.num_held
 
     def enter(self, sequence: Sequence) -> None:
         """Give a sequence a row; `has_free_row` said that there is one."""
@@ -65,6 +72,8 @@ class Batch:
         rows = [sequence.row for sequence in self]
         if len(set(rows)) != len(rows) or set(rows) & set(self._free) or len(rows) + len(self._free) != self.num_rows:
             raise InvariantViolation(f"rows in use {rows}, free {self._free}, of {self.num_rows}")
+        if not 0 <= self.num_held <= len(self._free):
+            raise InvariantViolation(f"{self.num_held} rows held of {len(self._free)} free ones")
         if len(set(self._to_free)) != len(self._to_free):
             raise InvariantViolation(f"a row is freed twice: {self._to_free}")
         if any(sequence.status is not Status.RUNNING for sequence in self):

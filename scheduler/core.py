@@ -3,10 +3,10 @@
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-from octavo.scheduler.admission import RETRY_AFTER_S, length_error, refusal
+from octavo.scheduler.admission import RETRY_AFTER_S, refusal, size_error
 from octavo.scheduler.config import Limits, SchedulerConfig, resolve_limits
 from octavo.scheduler.deadlines import Deadlines
-from octavo.scheduler.errors import BadResult, InvariantViolation
+from octavo.scheduler.errors import BadResult
 from octavo.scheduler.events import (
     CacheResetRequested,
     ChoiceStopped,
@@ -19,6 +19,7 @@ from octavo.scheduler.events import (
     WorkerReady,
 )
 from octavo.scheduler.figures import Figures
+from octavo.scheduler.groups import group_of
 from octavo.scheduler.instructions import (
     AnswerCacheReset,
     EmitOutput,
@@ -28,8 +29,9 @@ from octavo.scheduler.instructions import (
     SendPlan,
 )
 from octavo.scheduler.intake import Intake
+from octavo.scheduler.invariants import check_state
 from octavo.scheduler.outputs import Outputs
-from octavo.scheduler.pipeline import Matched, Pipeline, PlanRecord
+from octavo.scheduler.pipeline import FAULT_REASONS, Matched, Pipeline, PlanRecord
 from octavo.scheduler.planner import Planner
 from octavo.scheduler.policy import POLICIES, Policy
 from octavo.scheduler.queues import WaitingQueue
@@ -38,7 +40,7 @@ from octavo.scheduler.state import RequestTable
 from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import WorkerFacts
 from octavo.wire.ids import SessionId
-from octavo.wire.plan import FAULT_GRAMMAR, FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, StepResult
+from octavo.wire.plan import FAULT_NONFINITE_LOGITS, RowLogprobs, StepResult
 from octavo.wire.requests import (
     FailureCode,
     FinishReason,
@@ -47,12 +49,6 @@ from octavo.wire.requests import (
     ResetPrefixCache,
     SubmitRequest,
 )
-
-_FAULTS = {
-    FAULT_NONFINITE_LOGITS: "non-finite logits",
-    FAULT_NO_CANDIDATE: "masks and filters left no id that could be drawn",
-    FAULT_GRAMMAR: "no token goes on with the output in the form that was asked for",
-}
 
 
 @dataclass(slots=True)
@@ -159,32 +155,8 @@ class Scheduler:
         Raises:
             InvariantViolation: one does not hold.
         """
-        self._requests.check()
-        self._waiting.check()
-        running: set[int] = set()
-        if self._worker is not None:
-            self._worker.planner.check()
-            self._worker.pipeline.check(s for r in self._requests for s in r.sequences)
-            running = {s.number for s in self._worker.planner.batch}
-        waiting = {s.number for s in self._waiting}
-        unfinished_sequences = [s for r in self._requests for s in r.sequences if s.status is not Status.FINISHED]
-        alive = {s.number for s in unfinished_sequences}
-        held = {s.number for s in unfinished_sequences if s.status is Status.HELD}
-        if waiting & running or waiting & held or running & held or waiting | running | held != alive:
-            raise InvariantViolation(f"sequences alive {alive}, waiting {waiting}, running {running}, held {held}")
-        for request in self._requests:
-            unfinished = sum(s.status is not Status.FINISHED for s in request.sequences)
-            if unfinished != request.num_unfinished or unfinished == 0:
-                raise InvariantViolation(f"{request.name} counts {request.num_unfinished} choices, has {unfinished}")
-            if len(request.held) == unfinished:
-                raise InvariantViolation(f"{request.name}: all choices wait for each other")
-        timed = sum(r.deadline != float("inf") for r in self._requests)
-        if timed != len(self._deadlines):
-            raise InvariantViolation(f"{len(self._deadlines)} deadlines for {timed} requests")
-        if self._requests.num_unstarted > self._config.max_waiting_requests:
-            raise InvariantViolation(f"{self._requests.num_unstarted} requests wait")
-        if self._worker is not None and not alive and self._worker.planner.pool.num_free != self.figures.num_blocks:
-            raise InvariantViolation(f"idle, but only {self._worker.planner.pool.num_free} blocks are free")
+        worker = (self._worker.planner, self._worker.pipeline) if self._worker else None
+        check_state(self._requests, self._waiting, self._deadlines, worker, self._config.max_waiting_requests)
 
     # Time
 
@@ -226,7 +198,9 @@ class Scheduler:
                     self._end(request)
             case ChoiceStopped(frontend, finish):
                 request = self._requests.find(frontend, finish.handle)
-                if request is not None and finish.choice < len(request.sequences):
+                if request is not None and request.group is not None:
+                    self._finish_search(request, now, FinishReason.TIME_LIMIT)
+                elif request is not None and finish.choice < len(request.sequences):
                     self._finish(request.sequences[finish.choice])
             case CacheResetRequested(frontend, reset):
                 self._on_cache_reset(frontend, reset)
@@ -299,18 +273,14 @@ class Scheduler:
         old_limits = self._limits
         self._limits = limits = resolve_limits(self._config, facts)
         if old_limits is not None and old_limits.block_size != limits.block_size:
-            self._forget_keys()
+            for request in self._requests:
+                request.forget_keys()  # they are of blocks of another size
         planner = Planner(epoch, limits, self._waiting, self._policy, self._config.max_preemptions)
         self._worker = _Worker(epoch, planner, Pipeline(self._config.pipeline_depth))
         self._lost_at = None
         for request in list(self._requests):
-            if (reason := length_error(request.num_prompt_tokens, request.max_output_tokens, limits)) is not None:
+            if (reason := size_error(request, limits)) is not None:
                 self._fail(request, FailureCode.UNAVAILABLE, f"the new worker is smaller: {reason}")
-
-    def _forget_keys(self) -> None:
-        """Let present requests take no part in the prefix cache: their keys are of blocks of another size."""
-        for request in self._requests:
-            request.forget_keys()
 
     def _give_up_worker(self, reason: str, now: float) -> None:
         if self._worker is not None:
@@ -322,14 +292,18 @@ class Scheduler:
             return
         self._worker = None
         self._lost_at = now
+        for sequence in list(worker.planner.batch):
+            if sequence.request.group is None:
+                sequence.leave_row(Status.WAITING, newest_step=0)
+                self._waiting.add(sequence)
+            elif sequence.row is not None:
+                worker.planner.put_back(sequence.request, newest_step=0)
+        for request in self._requests:
+            for sequence in request.sequences:
+                sequence.void_draws(through=0)  # of this epoch; the next one counts its plans from 1
         self._num_steps += worker.pipeline.num_completed
         self._num_preemptions += worker.planner.num_preemptions
         self._num_recomputed_tokens += worker.planner.num_recomputed_tokens
-        for sequence in list(worker.planner.batch):
-            sequence.leave_row(Status.WAITING, newest_step=0)
-            self._waiting.add(sequence)
-        for sequence in self._waiting:
-            sequence.void_draws(through=0)  # of this epoch; the next one counts its plans from 1
 
     def _on_result(self, result: StepResult, now: float) -> None:
         worker = self._worker
@@ -349,6 +323,8 @@ class Scheduler:
         if matched.told:
             self._on_told(matched, now)
         self._on_tokens(matched, now)
+        for request, candidates in matched.candidates().items():
+            self._on_candidates(request, candidates, worker, now)
 
     def _on_told(self, matched: Matched, now: float) -> None:
         """Pass on what sequences tell of their prompts; requests that want nothing else end with it."""
@@ -375,13 +351,10 @@ class Scheduler:
     def _on_tokens(self, matched: Matched, now: float) -> None:
         """Confirm the tokens of a step: one turn of this loop for each running sequence, so it is kept short."""
         record = matched.record
-        sequences, residencies, tokens = record.sequences, record.residencies, matched.tokens
-        if matched.faults:
-            good = [index for index in range(len(sequences)) if index not in matched.faults]
-            sequences, residencies = [sequences[i] for i in good], [residencies[i] for i in good]
+        sequences, residencies, tokens = matched.drawn()
         self._fail_wrong_ids(record, sequences, residencies, tokens)
         for index, logprobs in matched.logprobs.items():
-            if record.counts(record.sequences[index], record.residencies[index]):
+            if index not in record.beams and record.counts(record.sequences[index], record.residencies[index]):
                 self._outputs.emit_logprobs(record.sequences[index], logprobs)
         for s in record.first_draws:
             s.first_token_at = s.first_token_at or now
@@ -413,6 +386,26 @@ class Scheduler:
                 wrong = f"the worker drew id {token}, outside [0, {vocab_size})"
                 self._fail(s.request, FailureCode.INTERNAL, wrong)
 
+    def _on_candidates(
+        self, request: Request, candidates: dict[Sequence, RowLogprobs], worker: _Worker, now: float
+    ) -> None:
+        """Let a search go on whose beams a step has computed."""
+        vocab_size = self._limits.vocab_size if self._limits else 0
+        if wrong := [i for c in candidates.values() for i in unpack_ints(c.top_ids) if not 0 <= i < vocab_size]:
+            self._fail(request, FailureCode.INTERNAL, f"the worker names id {wrong[0]}, outside [0, {vocab_size})")
+        elif worker.planner.groups.choose(request, candidates, worker.pipeline.num_sent).is_over:
+            self._finish_search(request, now)
+
+    def _finish_search(self, request: Request, now: float, cut: FinishReason | None = None) -> None:
+        """End a search and give its best continuations; those that go on are cut for a reason, if there is one."""
+        found = group_of(request).search.best(request.num_choices, cut)
+        if len(found) < request.num_choices:
+            reason = f"the search has found {len(found)} of {request.num_choices} continuations"
+            self._fail(request, FailureCode.INTERNAL, reason)
+            return
+        self._outputs.answer(request, found, now)
+        self._end(request)
+
     # Faults
 
     def _on_faults(self, matched: Matched, worker: _Worker) -> None:
@@ -437,13 +430,14 @@ class Scheduler:
             if is_broken and s.uses_cache and (s.num_cached > 0 or s.residency != residency):
                 again.append(s)
             else:
-                failing.append((s.request, _FAULTS.get(fault, f"fault {fault}")))
+                failing.append((s.request, FAULT_REASONS.get(fault, f"fault {fault}")))
         # Of all at once: one may have dropped what another published.
         suspect_blocks = worker.planner.cache.withdraw(broken, suspects)
         for request, reason in failing:
             self._fail(request, FailureCode.INTERNAL, reason)
         for s in again:
-            s.uses_cache = False
+            for each in (s,) if s.request.group is None else s.request.sequences:
+                each.uses_cache = False
             self._recompute(s, worker)
         for holder in worker.planner.holders(suspect_blocks):
             self._recompute(holder, worker)
@@ -452,7 +446,11 @@ class Scheduler:
         """Drop a sequence's blocks and what is being drawn from them; its confirmed tokens stay."""
         if sequence.status is Status.FINISHED:  # its request has failed for another choice
             return
-        if sequence.status is Status.RUNNING:
+        request = sequence.request
+        if request.group is not None:
+            if request.group.beams:
+                worker.planner.put_back(request, worker.pipeline.num_sent)
+        elif sequence.status is Status.RUNNING:
             sequence.publishes = False
             worker.planner.remove(sequence, Status.WAITING, worker.pipeline.num_sent)
             self._waiting.add(sequence)
@@ -476,6 +474,8 @@ class Scheduler:
 
     def _end(self, request: Request) -> None:
         """End a request without a word."""
+        if request.group is not None and self._worker is not None and request.group.beams:
+            self._worker.planner.groups.leave(request, Status.FINISHED, self._worker.pipeline.num_sent)
         for sequence in request.sequences:
             if sequence.status is not Status.FINISHED:
                 self._withdraw(sequence)

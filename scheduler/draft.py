@@ -6,7 +6,7 @@ from typing import NamedTuple
 from octavo.scheduler.config import Limits
 from octavo.scheduler.errors import InvariantViolation
 from octavo.scheduler.pipeline import Chunk, PlanRecord, PromptPart
-from octavo.scheduler.sequence import Sequence
+from octavo.scheduler.sequence import Request, Sequence
 from octavo.wire.codec import MAX_MESSAGE_BYTES
 from octavo.wire.columns import column_length, pack_ints
 from octavo.wire.ids import BlockId, Row
@@ -24,6 +24,14 @@ class Fork(NamedTuple):
 
     source: Sequence
     target: Sequence
+
+
+class Seat(NamedTuple):
+    """A beam that goes on with an id that was chosen for it, itself or, in a new row, from the state of another one."""
+
+    beam: Sequence
+    source: Sequence
+    token: int
 
 
 @dataclass(slots=True)
@@ -53,6 +61,11 @@ class Draft:
     entered: list[Sequence] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
     prompt_parts: list[PromptPart] = field(default_factory=list)
+    beams: list[Sequence] = field(default_factory=list)
+    """Beams that draw in this plan."""
+    seats: list[Seat] = field(default_factory=list)
+    seated: set[Request] = field(default_factory=set)
+    """Whose beams these are: the worker does not know their rows before this plan, so that none of them gives way in it."""
     num_new_ids: int = 0
 
     @classmethod
@@ -77,6 +90,8 @@ class Draft:
             self.first_draws.append(sequence)
         if sequence.first_told < sequence.num_prompt:
             self._tell(sequence, sequence.num_planned - num_tokens)
+        if samples and sequence.request.group is not None:
+            self.beams.append(sequence)
 
     def take_back(self, sequence: Sequence) -> None:
         """Undo whatever this plan would have done for a running sequence, which gives way."""
@@ -90,7 +105,7 @@ class Draft:
         sequence.num_planned -= num_tokens
         sequence.num_expected -= flag == FLAG_SAMPLE
         self.prompt_parts = [part for part in self.prompt_parts if part.sequence is not sequence]
-        for chosen in (self.filled, self.leaders, self.first_draws):
+        for chosen in (self.filled, self.leaders, self.first_draws, self.beams):
             if sequence in chosen:
                 chosen.remove(sequence)
 
@@ -116,7 +131,7 @@ class Draft:
 
     def record(self, columns: "Columns") -> PlanRecord:
         """Return what the result of the plan will be matched with."""
-        if not self.chunks and not self.forks:
+        if not self.chunks and not self.forks and not self.beams:
             return PlanRecord(
                 self.step,
                 columns.packed_rows,
@@ -139,7 +154,13 @@ class Draft:
             [Chunk(s, residency, n) for s, residency, n, flag in rows if not flag],
             self.first_draws + forked,
             self.prompt_parts,
+            self._places([s for s, _, _ in drawing]),
         )
+
+    def _places(self, drawing: list[Sequence]) -> list[int]:
+        """Return which of the sequences that draw are beams."""
+        beams = set(self.beams)
+        return [index for index, s in enumerate(drawing) if s in beams] if beams else []
 
 
 class Columns(NamedTuple):

@@ -1,6 +1,7 @@
 """From an admitted message to a request with its sequences."""
 
-from octavo.scheduler.sequence import Request, Sequence
+from octavo.scheduler.beams import BeamSearch
+from octavo.scheduler.sequence import BeamGroup, Request, Sequence
 from octavo.wire.columns import column_length, unpack_ints
 from octavo.wire.ids import Handle, SessionId
 from octavo.wire.requests import SubmitRequest
@@ -36,10 +37,15 @@ class Intake:
             priority=message.priority,
             grammar=message.grammar,
             num_prompt_told=max(1, message.num_prompt_told),
+            num_choices=message.num_choices,
         )
         if self._enable_prefix_caching:
             request.prefix_root, request.prefix_keys = message.prefix_root, message.prefix_keys
         outputs = message.output_ids or (b"",) * message.num_choices
+        if (beams := message.beams) is not None:
+            search = BeamSearch(beams, message.max_tokens, message.sampling.min_tokens, request.stop_ids)
+            request.group = BeamGroup(search)
+            outputs = (b"",) * beams.width
         request.sequences = [self._make_sequence(request, i, output) for i, output in enumerate(outputs)]
         return request
 
@@ -55,7 +61,7 @@ class Intake:
             num_known,
             num_expected=num_known,
             num_prompt=request.num_prompt_tokens,
-            plan_limit=request.num_prompt_tokens + request.max_output_tokens - 1,
+            plan_limit=num_known if request.group else request.num_prompt_tokens + request.max_output_tokens - 1,
             handle=request.handle,
             frontend=request.frontend,
             stop_ids=request.stop_ids,

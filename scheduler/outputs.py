@@ -4,12 +4,16 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from octavo.scheduler.beams import Hypothesis
 from octavo.scheduler.sequence import Request, Sequence
 from octavo.wire.columns import deinterleave
 from octavo.wire.ids import SessionId
 from octavo.wire.plan import RowLogprobs
 from octavo.wire.prompt_logprobs import PromptLogprobs
 from octavo.wire.requests import ChoiceFinished, ChoiceLogprobs, FinishReason, RequestFailed, RequestStarted, StepOutput
+
+MAX_TOKENS = 2**18
+"""In one message: 4 MiB. One step of any batch has fewer, the answers of searches may have more."""
 
 
 @dataclass(slots=True)
@@ -21,10 +25,16 @@ class _Gathered:
     failed: list[RequestFailed] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
-    def build(self) -> StepOutput:
+    def build(self) -> list[StepOutput]:
+        """Return a message; where searches have large answers several, with the ends in the last."""
+        most, started, outputs = 4 * MAX_TOKENS, tuple(self.started), list[StepOutput]()
+        while len(self.tokens) > most:
+            handle, choice, position, token = deinterleave(self.tokens[:most], 4)
+            outputs.append(StepOutput(started, handle, choice, position, token))
+            started, self.tokens = (), self.tokens[most:]
         handle, choice, position, token = deinterleave(self.tokens, 4)
-        return StepOutput(
-            tuple(self.started),
+        last = StepOutput(
+            started,
             handle,
             choice,
             position,
@@ -34,6 +44,7 @@ class _Gathered:
             tuple(self.failed),
             tuple(self.prompt_logprobs),
         )
+        return [*outputs, last]
 
 
 class Outputs:
@@ -73,8 +84,26 @@ class Outputs:
             self._of(request.frontend).prompt_logprobs.append(replace(new, of=request.handle))
             request.num_prompt_told = new.first_position + new.count
 
-    def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """Tell that a choice has ended."""
+    def answer(self, request: Request, found: list[Hypothesis], now: float) -> None:
+        """Tell what a search has found: a choice each."""
+        first = request.sequences[0]
+        for sequence, hypothesis in zip(request.sequences, found, strict=False):
+            sequence.output_ids = hypothesis.ids
+            sequence.first_planned_at, sequence.first_token_at = first.first_planned_at, first.first_token_at
+            tokens = self.tokens_of(request.frontend)
+            for position, token in enumerate(hypothesis.ids):
+                tokens += (request.handle, sequence.choice, position, token)
+            self.finish(sequence, hypothesis.reason, now, hypothesis.logprob)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, now: float, logprob: float | None = None) -> None:
+        """Tell that a choice has ended.
+
+        Args:
+            sequence: the choice.
+            reason: why.
+            now: monotonic seconds.
+            logprob: sum of its log-probabilities, of a beam.
+        """
         first = sequence.first_token_at
         began = sequence.first_planned_at
         self._of(sequence.request.frontend).finished.append(
@@ -85,6 +114,7 @@ class Outputs:
                 len(sequence.output_ids),
                 prefill_s=first - began if first is not None and began is not None else 0.0,
                 decode_s=now - first if first is not None else 0.0,
+                cumulative_logprob=logprob,
             )
         )
 
@@ -99,7 +129,7 @@ class Outputs:
     def take(self) -> list[tuple[SessionId, StepOutput]]:
         """Take all messages."""
         gathered, self._by_frontend = self._by_frontend, {}
-        return [(frontend, out.build()) for frontend, out in gathered.items()]
+        return [(frontend, output) for frontend, out in gathered.items() for output in out.build()]
 
     def _of(self, frontend: SessionId) -> _Gathered:
         return self._by_frontend.setdefault(frontend, _Gathered())

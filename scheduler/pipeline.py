@@ -7,11 +7,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from octavo.scheduler.errors import BadResult, InvariantViolation
-from octavo.scheduler.sequence import Sequence, Status
+from octavo.scheduler.sequence import Request, Sequence, Status
 from octavo.wire.columns import pack_ints, unpack_ints
 from octavo.wire.ids import Row
-from octavo.wire.plan import RowLogprobs, StepResult
+from octavo.wire.plan import FAULT_GRAMMAR, FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, RowLogprobs, StepResult
 from octavo.wire.prompt_logprobs import PromptLogprobs
+
+FAULT_REASONS = {
+    FAULT_NONFINITE_LOGITS: "non-finite logits",
+    FAULT_NO_CANDIDATE: "masks and filters left no id that could be drawn",
+    FAULT_GRAMMAR: "no token goes on with the output in the form that was asked for",
+}
 
 
 class Chunk(NamedTuple):
@@ -50,6 +56,8 @@ class PlanRecord:
     first_draws: list[Sequence]
     """Sequences that draw their first token, perhaps: who was preempted draws its next one."""
     prompt_parts: list[PromptPart] = field(default_factory=list)
+    beams: list[int] = field(default_factory=list)
+    """Which of those that draw are beams: what they draw does not count, but the candidates that come with it."""
 
     def counts(self, sequence: Sequence, residency: int) -> bool:
         """Say whether what the plan draws for a sequence, in that stay in the batch, still counts."""
@@ -70,6 +78,30 @@ class Matched(NamedTuple):
     told: Several[tuple[PromptPart, PromptLogprobs]] = ()
     broken: Several[tuple[Sequence, int]] = ()
     """Sequences, and their stays in the batch, that draw nothing and whose values broke: they could not tell."""
+
+    def drawn(self) -> tuple[Several[Sequence], Several[int], Several[int]]:
+        """Return the sequences that drew a token, which counts if they do, their stays in the batch, and the tokens."""
+        record, faults = self.record, self.faults
+        if not faults and not record.beams:
+            return record.sequences, record.residencies, self.tokens
+        good = [index for index in range(len(record.sequences)) if index not in faults]
+        left_out = set(record.beams)
+        drawn = [(index, token) for index, token in zip(good, self.tokens, strict=True) if index not in left_out]
+        places = [index for index, _ in drawn]
+        return (
+            [record.sequences[i] for i in places],
+            [record.residencies[i] for i in places],
+            [token for _, token in drawn],
+        )
+
+    def candidates(self) -> dict[Request, dict[Sequence, RowLogprobs]]:
+        """Return what the beams that still run and did not fault may go on with, by request."""
+        found: dict[Request, dict[Sequence, RowLogprobs]] = {}
+        for index in self.record.beams:
+            s = self.record.sequences[index]
+            if index not in self.faults and s.residency == self.record.residencies[index]:
+                found.setdefault(s.request, {})[s] = self.logprobs[index]
+        return found
 
 
 class Pipeline:
@@ -168,6 +200,9 @@ def _match(record: PlanRecord, result: StepResult) -> Matched:
             for index, (row, s) in enumerate(asked)
             if row in by_row and s.request.sampling.logprobs >= 0
         }
+    for index in record.beams:
+        if index not in faults and (index not in logprobs or not logprobs[index].top_ids):
+            raise BadResult(f"plan {record.step}: no candidates for a beam")
     told = _match_told(record, result, faulty) if record.prompt_parts or result.prompt_logprobs else ()
     return Matched(record, unpack_ints(result.token), faults, logprobs, told, broken)
 

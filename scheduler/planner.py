@@ -13,11 +13,12 @@ from octavo.scheduler.cache import PrefixCache
 from octavo.scheduler.config import Limits
 from octavo.scheduler.draft import MAX_NEW_IDS, Columns, Draft, Fork, new_rows, num_new_ids, row_of
 from octavo.scheduler.errors import InvariantViolation
+from octavo.scheduler.groups import Groups, group_of, most_blocks, restart
 from octavo.scheduler.pipeline import PlanRecord
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.prefix import PrefixIndex
 from octavo.scheduler.queues import WaitingQueue
-from octavo.scheduler.sequence import Sequence, Status
+from octavo.scheduler.sequence import Request, Sequence, Status
 from octavo.scheduler.tables import BlockTables
 from octavo.wire.columns import pack_ints
 from octavo.wire.ids import BlockId, Row, SessionId
@@ -51,6 +52,7 @@ class Planner:
         index = PrefixIndex()
         self.tables = BlockTables(self.pool, index, limits.block_size)
         self.cache = PrefixCache(index, self.pool, self.tables, limits.block_size)
+        self.groups = Groups(self.batch, self.tables, limits.block_size)
         self._epoch = epoch
         self._waiting = waiting
         self._policy = policy
@@ -63,6 +65,13 @@ class Planner:
         self.cache.publish(sequence, sequence.num_confirmed)
         self.tables.release(sequence.number)
         self.batch.leave(sequence, status, newest_step)
+
+    def put_back(self, request: Request, newest_step: int) -> None:
+        """Let a group begin anew: its search, from rows and blocks to come; nothing counts that plans draw for it until now."""
+        self.num_recomputed_tokens += sum(max(0, b.num_planned - b.num_prompt) for b in group_of(request).beams)
+        self.groups.leave(request, Status.HELD, newest_step)
+        restart(request, newest_step)
+        self._waiting.add(request.sequences[0])
 
     def holders(self, blocks: set[BlockId]) -> list[Sequence]:
         """Return the running sequences whose tables name one of some blocks."""
@@ -148,6 +157,9 @@ class Planner:
     def _choose_one(self, s: Sequence, draft: Draft) -> None:
         if s.row is None:  # preempted for one before it
             return
+        if s.request.group is not None and s.request.group.children:
+            self._seat(s.request, draft)
+            return
         num_tokens = draft.offer(s.num_plannable)
         if num_tokens <= 0 or not self._secure(s, s.num_planned + num_tokens, draft):
             return
@@ -155,6 +167,18 @@ class Planner:
         draft.filled.append(s)
         if s.num_planned == s.num_prompt and s.request.held:
             draft.leaders.append(s)
+
+    def _seat(self, request: Request, draft: Draft) -> None:
+        """Plan the next beams of a group, all or none."""
+        group = group_of(request)
+        if len(group.children) > draft.num_left:
+            return
+        some_beam = group.beams[0]
+        while not self.tables.can_have(some_beam.number, self.groups.num_wanted(request)):
+            if not self._give_way(some_beam, draft):
+                return
+        for beam in self.groups.seat(request, draft):
+            self._extend(beam, 1, draft)
 
     def _extend(self, s: Sequence, num_tokens: int, draft: Draft) -> None:
         """Give a sequence blocks for its next tokens, and the tokens; `can_grow` said that it can have them."""
@@ -172,28 +196,36 @@ class Planner:
     def _secure(self, sequence: Sequence, end: int, draft: Draft) -> bool:
         """Preempt until a running sequence can grow to `end` tokens; False if it had to give way itself."""
         while not self.tables.can_grow(sequence.number, sequence.num_planned, end):
-            # A sequence that cannot grow is unprotected itself, so there is always a victim.
-            victim = min(
-                (s for s in self.batch if not self.tables.is_protected(s.number)), key=self._policy.yields_first
-            )
-            self._preempt(victim, draft)
-            if victim is sequence:
+            if not self._give_way(sequence, draft):
                 return False
         return True
 
+    def _give_way(self, sequence: Sequence, draft: Draft) -> bool:
+        """Preempt one that runs, for a sequence that lacks blocks; False if that was the sequence itself."""
+        # Who lacks blocks is unprotected itself, so there is always a victim.
+        victims = (s for s in self.batch if not self.tables.is_protected(s.number) and s.request not in draft.seated)
+        self._preempt(min(victims, key=self._policy.yields_first), draft)
+        return sequence.row is not None
+
     def _preempt(self, sequence: Sequence, draft: Draft) -> None:
-        draft.take_back(sequence)
-        self.remove(sequence, Status.WAITING, draft.step - 1)
-        sequence.num_preemptions += 1
+        if (group := sequence.request.group) is None:
+            draft.take_back(sequence)
+            self.remove(sequence, Status.WAITING, draft.step - 1)
+            sequence.num_preemptions += 1
+            self._waiting.add(sequence)
+        else:
+            for beam in group.beams:
+                draft.take_back(beam)
+            self.put_back(sequence.request, draft.step - 1)
+            sequence.request.sequences[0].num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.add(sequence)
 
     # Waiting sequences
 
     def _make_room(self, draft: Draft, num_completed: int) -> None:
         """Let running sequences give way to the next waiting one, where the policy says so and it suffices."""
         head = self._waiting.head
-        if head is None or not self.batch.has_free_row or head.newest_step > num_completed:
+        if head is None or self.batch.num_free_rows < head.num_rows or head.newest_step > num_completed:
             return
         victims = [s for s in self.batch if not self.tables.is_protected(s.number) and self._policy.may_evict(head, s)]
         if not victims or (self._no_room == (head.number, self.batch.version) and draft.step % ROOM_INTERVAL_STEPS):
@@ -208,7 +240,8 @@ class Planner:
             missing -= gained + self._num_owed_blocks([victim])
             if missing <= 0:
                 for chosen in victims[:count]:
-                    self._preempt(chosen, draft)
+                    if chosen.row is not None:  # it may have gone with another beam of its group
+                        self._preempt(chosen, draft)
                 return
         self._no_room = (head.number, self.batch.version)
 
@@ -235,8 +268,9 @@ class Planner:
 
     def _hindrance(self, head: Sequence, draft: Draft, num_completed: int) -> str | None:
         """Return what but blocks the next sequence must wait for, None if there is nothing."""
-        if not self.batch.has_free_row:
-            return f"one of {self.batch.num_rows} rows (max_num_seqs)"
+        if self.batch.num_free_rows < head.num_rows:
+            wanted = "one" if head.num_rows == 1 else head.num_rows
+            return f"{wanted} of {self.batch.num_rows} rows (max_num_seqs)"
         if draft.num_left <= 0:
             return "tokens of a step (max_num_batched_tokens)"
         if head.newest_step > num_completed:
@@ -247,8 +281,10 @@ class Planner:
 
     def _enter(self, s: Sequence, hits: list[BlockId], draft: Draft) -> None:
         self._take_row(s)
-        num_reserved = self.tables.blocks_for(s.plan_limit) - len(hits) if self._needs_protection(s) else None
+        num_reserved = self._most_blocks(s) - len(hits) if self._needs_protection(s) else None
         self.tables.begin(s.number, hits, num_reserved)
+        if s.request.group is not None:
+            self.groups.enter(s)
         s.num_cached = s.num_planned = s.num_confirmed = len(hits) * self.limits.block_size
         s.num_published = len(hits)
         s.publishes = s.uses_cache
@@ -267,8 +303,17 @@ class Planner:
 
     def _num_missing(self, sequence: Sequence, hits: list[BlockId], num_owed: int) -> int:
         """Return how many blocks too few there are to admit a sequence."""
-        wanted = sequence.plan_limit if self._needs_protection(sequence) else sequence.num_known
+        is_protected = self._needs_protection(sequence)
+        wanted = self._most_blocks(sequence) if is_protected else self.tables.blocks_for(sequence.num_known)
         return self.tables.num_wanted(wanted, hits) + num_owed - self.tables.num_available
+
+    def _most_blocks(self, sequence: Sequence) -> int:
+        """Return the most blocks that a sequence that is to enter, or its group, will ever have."""
+        request = sequence.request
+        if request.group is None:
+            return self.tables.blocks_for(sequence.plan_limit)
+        width, size = request.group.search.params.width, self.limits.block_size
+        return most_blocks(request.num_prompt_tokens, request.max_output_tokens, width, size)
 
     def _needs_protection(self, sequence: Sequence) -> bool:
         return sequence.num_preemptions >= self._max_preemptions
@@ -349,6 +394,9 @@ class Planner:
             fork_dst=pack_ints([row_of(fork.target) for fork in draft.forks]),
             fork_choice=pack_ints([fork.target.choice for fork in draft.forks]),
             freed_rows=pack_ints(self.batch.take_freed_rows()),
+            beam_row=pack_ints([row_of(seat.beam) for seat in draft.seats]),
+            beam_src=pack_ints([row_of(seat.source) for seat in draft.seats]),
+            beam_token=pack_ints([seat.token for seat in draft.seats]),
         )
         self._policy.on_planned(columns.sequences, columns.counts)
         return BuiltPlan(plan, draft.record(columns), draft.entered + [fork.target for fork in draft.forks])

@@ -7,6 +7,7 @@ prefill, chunked prefill, decode and recomputation are one case.
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from octavo.scheduler.beams import BeamSearch
 from octavo.wire.columns import pack_ints
 from octavo.wire.ids import Handle, Row, SessionId
 from octavo.wire.plan import RowSampling
@@ -25,6 +26,22 @@ class Status(Enum):
     """In the batch, with a row and blocks."""
     FINISHED = auto()
     """Ended, with or without an answer; results that still name it are dropped."""
+
+
+@dataclass(slots=True, eq=False)
+class BeamGroup:
+    """What a request has that is searched for: its sequences are the beams, as many as the search is wide.
+
+    The first one waits for a row, and holds those of the others; with its prompt computed the search begins. A beam is
+    planned when the results of all are back, so these are planned together or not at all. The sequences without a row are
+    held.
+    """
+
+    search: BeamSearch
+    beams: list["Sequence"] = field(default_factory=list)
+    """With rows, in the order of the search."""
+    children: list[tuple["Sequence", int]] = field(default_factory=list)
+    """The next beams, which are not planned yet: beam that each goes on from, and its id."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +73,8 @@ class Request:
     _split_keys: list[bytes] = field(default_factory=list)
     sequences: list["Sequence"] = field(default_factory=list)
     num_unfinished: int = 0
+    num_choices: int = 1
+    group: BeamGroup | None = None
     is_started: bool = False
     """A plan has named it, and its frontend has been told."""
 
@@ -89,8 +108,8 @@ class Request:
 
     @property
     def held(self) -> list["Sequence"]:
-        """Choices that wait for the prompt of another one."""
-        return [s for s in self.sequences if s.status is Status.HELD]
+        """Choices that wait for the prompt of another one, to go on from there by themselves."""
+        return [] if self.group is not None else [s for s in self.sequences if s.status is Status.HELD]
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +130,8 @@ class Sequence:
     num_expected: int
     num_prompt: int
     plan_limit: int
-    """Most tokens that are ever computed: the last one that it may output is not, since nothing follows it."""
+    """Most tokens that are ever computed: the last one that it may output is not, since nothing follows it. Of a beam:
+    the known ones, since what follows is chosen when all results are back."""
     handle: Handle
     frontend: SessionId
     stop_ids: frozenset[int]
@@ -149,6 +169,11 @@ class Sequence:
     """Whether blocks of the present table are published; not after a reset of the cache."""
     first_planned_at: float | None = None
     first_token_at: float | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it needs to enter the batch: the first sequence of a group takes those of all beams."""
+        return 1 if self.request.group is None else len(self.request.sequences)
 
     @property
     def num_sampling(self) -> int:

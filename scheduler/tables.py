@@ -23,6 +23,7 @@ class BlockTables:
         self._tables: dict[int, list[BlockId]] = {}
         self._reserved: dict[int, int] = {}
         self._num_reserved = 0
+        self._accounts: dict[int, int] = {}  # beams -> the first of their group, by whose number blocks are reserved
         self._pinned: list[BlockId] = []
 
     @property
@@ -44,12 +45,11 @@ class BlockTables:
 
     def is_protected(self, number: int) -> bool:
         """Say whether blocks are reserved for a sequence, so that its growth never fails."""
-        return number in self._reserved
+        return self._accounts.get(number, number) in self._reserved
 
-    def num_wanted(self, num_tokens: int, hits: Sequence[BlockId]) -> int:
-        """Return the free blocks that `num_tokens` tokens would take, found ones that nobody uses among them."""
-        in_use = sum(self._pool.count(block) > 0 for block in hits)
-        return self.blocks_for(num_tokens) - in_use
+    def num_wanted(self, num_blocks: int, hits: Sequence[BlockId]) -> int:
+        """Return how many free blocks `num_blocks` would take, found ones that nobody uses among them."""
+        return num_blocks - sum(self._pool.count(block) > 0 for block in hits)
 
     def gains(self, numbers: Sequence[int], hits: Sequence[BlockId]) -> Iterator[int]:
         """Yield, for each of some sequences, the blocks that are free if it is released after those before it.
@@ -81,6 +81,18 @@ class BlockTables:
             self._reserved[number] = num_reserved
             self._num_reserved += num_reserved
 
+    def begin_group(self, first: int) -> None:
+        """Let a sequence with a table begin a group: what is reserved for it is for all beams that go on from it."""
+        self._accounts[first] = first
+
+    def end_group(self, first: int) -> None:
+        """Give back what is reserved for a group, whose tables are released."""
+        self._num_reserved -= self._reserved.pop(first, 0)
+
+    def can_have(self, number: int, num_blocks: int) -> bool:
+        """Say whether a sequence, or its group, can be given so many more blocks."""
+        return num_blocks <= max(self._reserved.get(self._accounts.get(number, number), 0), self.num_available)
+
     def must_copy(self, number: int, begin: int) -> bool:
         """Say whether the block that holds position `begin` must be copied before it is written there."""
         if begin % self._block_size == 0:
@@ -95,7 +107,7 @@ class BlockTables:
         missing = self.blocks_for(end) - len(table)
         if table and self.must_copy(number, begin):
             missing += 1
-        return missing <= 0 or missing <= self._reserved.get(number, 0) or missing <= self.num_available
+        return missing <= 0 or self.can_have(number, missing)
 
     def grow(self, number: int, num_tokens: int) -> None:
         """Make a sequence's table hold `num_tokens` tokens; `can_grow` said that it can.
@@ -137,12 +149,19 @@ class BlockTables:
     def fork(self, source: int, target: int) -> None:
         """Let a sequence without a table begin with all blocks of another one."""
         self.begin(target, self._tables[source])
+        if source in self._accounts:
+            self._accounts[target] = self._accounts[source]
 
     def release(self, number: int) -> None:
-        """Free a sequence's blocks, the last ones first, and what was reserved for it."""
+        """Free a sequence's blocks, the last ones first, and what was reserved for it; a group keeps what it has."""
+        num_free = self._pool.num_free
         for block in reversed(self._tables.pop(number, [])):
             self._free(block)
-        self._num_reserved -= self._reserved.pop(number, 0)
+        if (first := self._accounts.pop(number, None)) is None:
+            self._num_reserved -= self._reserved.pop(number, 0)
+        elif first in self._reserved:
+            self._reserved[first] += self._pool.num_free - num_free
+            self._num_reserved += self._pool.num_free - num_free
 
     def check(self, num_tokens: Mapping[int, int]) -> None:
         """Prove tables, index and pool against the planned tokens of the running sequences, by number.
@@ -168,14 +187,15 @@ class BlockTables:
             raise InvariantViolation(f"blocks {self._pinned} are pinned between plans")
         if self._num_reserved != sum(self._reserved.values()) or min(self._reserved.values(), default=0) < 0:
             raise InvariantViolation(f"reservations {self._reserved} do not make {self._num_reserved}")
-        if not 0 <= self._num_reserved <= self._pool.num_free or set(self._reserved) - set(num_tokens):
+        owners = (set(num_tokens) - set(self._accounts)) | set(self._accounts.values())
+        if not 0 <= self._num_reserved <= self._pool.num_free or set(self._reserved) - owners:
             raise InvariantViolation(f"{self._num_reserved} blocks reserved of {self._pool.num_free} free ones")
 
     def _take(self, number: int) -> BlockId:
         block = self._pool.take()
         self._index.drop(block)
-        if self._reserved and number in self._reserved:
-            self._reserved[number] -= 1
+        if self._reserved and (owner := self._accounts.get(number, number)) in self._reserved:
+            self._reserved[owner] -= 1
             self._num_reserved -= 1
         return block
 

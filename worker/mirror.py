@@ -67,8 +67,22 @@ class Delta:
     """What a plan changes before its forward pass, in this order."""
 
     begun: list[BegunRow]
+    beams: list["Beam"]
     copies: list[tuple[int, int]]  # source, target
     cells: list[tuple[int, int, int]]  # of the block tables: row, place, block
+
+
+@dataclass(frozen=True)
+class Beam:
+    """A row that goes on with an id that was chosen for it, itself or as a free row that starts from another one.
+
+    No row is both a source and the target of another one, so that the order in which they are copied does not matter.
+    """
+
+    row: int
+    source: int
+    place: int  # of the id
+    token: int
 
 
 @dataclass(frozen=True)
@@ -148,6 +162,7 @@ class Mirror:
             self._blocks.release(self.state(row).table)
             del self._states[row]
             self._telling.discard(row)
+        beams = self._go_on(plan) if plan.beam_row else []
         begun = [self._begin(new) for new in plan.new_rows]
         copies = list(zip(*map(unpack_ints, (plan.copy_row, plan.copy_src, plan.copy_dst)), strict=True))
         cells = [self._copy(*copy) for copy in copies]
@@ -157,7 +172,7 @@ class Mirror:
         ]
         for new in plan.new_rows:
             self._check_computed(new)
-        return Delta(begun, [(source, target) for _, source, target in copies], cells)
+        return Delta(begun, beams, [(source, target) for _, source, target in copies], cells)
 
     def advance(self, plan: StepPlan) -> Step:
         """Count the tokens of a plan whose delta was applied as computed, and fork rows; `sampled` counts what is drawn.
@@ -240,6 +255,28 @@ class Mirror:
         if first >= end:
             return []
         return [PromptPart(place, row, first - 1 - begin, first, end - first, state.sampling.prompt_logprobs)]
+
+    def _go_on(self, plan: StepPlan) -> list[Beam]:
+        """Let rows go on with chosen ids; all sources are live before, all other targets free."""
+        columns = map(unpack_ints, (plan.beam_row, plan.beam_src, plan.beam_token))
+        beams: list[Beam] = []
+        for row, source, token in zip(*columns, strict=True):
+            state = self.state(source)
+            if not 0 <= token < self.limits.vocab_size:
+                raise PlanError(f"row {row} goes on with id {token}, outside of [0, {self.limits.vocab_size})")
+            if state.num_known != state.num_computed + 1 or state.num_output < 1:
+                raise PlanError(
+                    f"row {row} goes on from row {source}, whose newest of {state.num_known} ids was not drawn, or is "
+                    f"computed"
+                )
+            beams.append(Beam(row, source, state.num_computed, token))
+        for beam in beams:
+            if beam.row != beam.source:
+                self._check_free_row(beam.row)
+                state = self._states[beam.source]
+                self._states[beam.row] = replace(state, table=list(state.table))
+                self._blocks.share(state.table)
+        return beams
 
     def _check_free_row(self, row: int) -> None:
         if not 0 <= row < self.limits.max_num_seqs:

@@ -73,6 +73,12 @@ class Rows:
         for begun in delta.begun:
             self.ids[begun.row, : len(begun.ids)] = torch.tensor(begun.ids, device=self._device)
             self._samplers[begun.row] = RowSampler(begun.state.sampling, begun.state.choice, self._device)
+        for beam in delta.beams:
+            if beam.row != beam.source:
+                self._copy_row(beam.source, beam.row, beam.place)
+                self._samplers[beam.row] = self._samplers[beam.source]
+        for beam in delta.beams:
+            self.ids[beam.row, beam.place] = beam.token
         if delta.cells:
             rows, places, blocks = torch.tensor(delta.cells, device=self._device).unbind(1)
             self._tables[rows, places] = blocks.int()
@@ -94,10 +100,8 @@ class Rows:
     def _forked(self, planned: PlannedBatch, step: Step) -> PlannedBatch:
         places = {step.rows[place]: line for line, place in enumerate(step.sampling)}  # row -> its line of the logits
         for fork in step.forks:
-            state = self.state(fork.target)
             self._samplers[fork.target] = self._samplers[fork.source].fork(fork.choice)
-            self.ids[fork.target, : state.num_known] = self.ids[fork.source, : state.num_known]
-            self._tables[fork.target, : len(state.table)] = self._tables[fork.source, : len(state.table)]
+            self._copy_row(fork.source, fork.target, self.state(fork.target).num_known)
             places[fork.target] = places[fork.source]
         logits_of = torch.tensor(list(places.values()), device=self._device)
         return replace(planned, sampling_rows=list(places), logits_of=logits_of)
@@ -105,6 +109,10 @@ class Rows:
     def store(self, row: int, token: int) -> None:
         """Append a sampled id to a row that sampled in this step."""
         self.ids[row, self._mirror.sampled(row)] = token
+
+    def _copy_row(self, source: int, target: int, num_ids: int) -> None:
+        self.ids[target, :num_ids] = self.ids[source, :num_ids]
+        self._tables[target] = self._tables[source]
 
     def _forward_pass(self, step: Step) -> Batch:
         device, block_size = self._device, self.limits.block_size

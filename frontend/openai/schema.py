@@ -68,10 +68,12 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Raw = NOTHING
     # Not served yet.
-    use_beam_search: bool | None = None
     # Ignored.
     user: Raw = NOTHING
     metadata: Raw = NOTHING

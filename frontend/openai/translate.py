@@ -44,6 +44,8 @@ FIELDS: Mapping[str, str] = {
     "echo": "output.echo",
     "skip_special_tokens": "output.skip_special_tokens",
     "return_token_ids": "output.token_ids",
+    "length_penalty": "sampling.beam_search.length_penalty",
+    "early_stopping": "sampling.beam_search.early_stopping",
     "priority": "priority",
     "cache_salt": "cache_salt",
 }
@@ -69,6 +71,8 @@ _NAMES: Mapping[str, str] = {
     **{place: name for name, place in FIELDS.items()},
     **PROMPT_FIELDS,
     **{place: place for place in structured.PLACES},
+    "sampling.beam_search": "use_beam_search",
+    "sampling.beam_search.width": "n",
 }
 _LAST_STEP = re.compile(r"(\[[^\[\]]*\]|\.?[^.\[\]]+)$")
 
@@ -298,7 +302,9 @@ def _common(body: GenerationBody) -> pb.GenerationInput:
         if value is None or name == "logprobs":
             continue
         group, _, field = place.rpartition(".")
-        target: Any = getattr(found, group) if group else found
+        target: Any = found
+        for part in group.split(".") if group else ():
+            target = getattr(target, part)
         if name == "seed":
             value = _seed(value)
         if name == "stop" and isinstance(value, str):
@@ -309,7 +315,24 @@ def _common(body: GenerationBody) -> pb.GenerationInput:
             getattr(target, field).update(value)
         else:
             setattr(target, field, value)
+    _search(body, found.sampling)
     return found
+
+
+def _search(body: GenerationBody, sampling: pb.SamplingParams) -> None:
+    """Let n be the width of a search, of which all come back; without one, see that nothing is said of it."""
+    if body.use_beam_search:
+        sampling.n = sampling.beam_search.width = 1 if body.n is None else body.n
+        return
+    if not sampling.HasField("beam_search"):
+        return
+    for name, asks in (
+        ("length_penalty", body.length_penalty not in (None, 1.0)),
+        ("early_stopping", body.early_stopping),
+    ):
+        if asks:
+            raise bad_field(name, "use_beam_search must be true")
+    sampling.ClearField("beam_search")
 
 
 def _seed(value: int) -> int:
@@ -329,9 +352,7 @@ def _is_choice(value: object) -> bool:
 
 _Asks: TypeAlias = Callable[[Any], bool]
 
-_UNSERVED: Mapping[str, tuple[_Asks, str]] = {
-    "use_beam_search": (_given, "beam search is not served"),
-}
+_UNSERVED: Mapping[str, tuple[_Asks, str]] = {}
 _UNSERVED_IN_COMPLETIONS: Mapping[str, tuple[_Asks, str]] = {
     "best_of": (lambda value: value not in (None, 1), "only 1 is served"),
     "suffix": (_given, "it is not served"),

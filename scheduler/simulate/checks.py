@@ -245,6 +245,7 @@ class Auditor:
         epoch.num_sent = plan.step
         if epoch.num_sent - epoch.num_completed > self._config.pipeline_depth:
             raise Violation(f"{epoch.num_sent - epoch.num_completed} plans are outstanding")
+        self._follow_beams(plan, epoch)
         self._follow_rows(plan, epoch)
         self._follow_blocks(plan, epoch)
         self._follow_forks(plan, epoch)
@@ -259,10 +260,20 @@ class Auditor:
         self.stats["plans"] += 1
         self.stats["rows"] += len(rows)
 
-    def _follow_rows(self, plan: StepPlan, epoch: _Epoch) -> None:
+    def _follow_beams(self, plan: StepPlan, epoch: _Epoch) -> None:
         for row in unpack_ints(plan.freed_rows):
             if epoch.rows.pop(row, None) is None:
                 raise Violation(f"plan {plan.step} frees row {row}, which nobody has")
+        for row, source in zip(unpack_ints(plan.beam_row), unpack_ints(plan.beam_src), strict=True):
+            use = epoch.rows[source]
+            if any(rows.get(source) is use for rows in epoch.outstanding.values()):
+                raise Violation(f"plan {plan.step} goes on from row {source}, whose result is not back")
+            if row != source:
+                beam = _RowUse(use.request, use.choice, use.root, dict(use.own), set(use.table))
+                self._take_row(plan, epoch, row, beam)
+            self.stats["beams"] += 1
+
+    def _follow_rows(self, plan: StepPlan, epoch: _Epoch) -> None:
         for new in plan.new_rows:
             frontend, _, handle = new.request.partition("-")
             name = (SessionId(int(frontend, 16)), int(handle))

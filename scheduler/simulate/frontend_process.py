@@ -4,7 +4,7 @@ import math
 from collections import deque
 from typing import cast
 
-from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.config import Limits, SchedulerConfig
 from octavo.scheduler.simulate.links import DealerLink, Network
 from octavo.scheduler.simulate.model import told_of_prompt
 from octavo.scheduler.simulate.scenario import DIGEST, VOCAB_SIZE, Traffic
@@ -63,7 +63,7 @@ class SimFrontend(Process):
         config: SchedulerConfig,
         traffic: Traffic,
         workload: Workload,
-        smallest: ServiceFacts,
+        limits: list[Limits],
     ) -> None:
         super().__init__(world)
         self.boot_id = boot_id
@@ -75,7 +75,7 @@ class SimFrontend(Process):
         self._config = config
         self._traffic = traffic
         self._workload = workload
-        self._smallest = smallest
+        self._limits = limits
         self._hello = FrontendHello(PROTOCOL_VERSION, DIGEST, boot_id, 1)
         self.link = DealerLink(network, boot_id, self.wake)
         self.peer = Peer(cast(DealerChannel, self.link), lambda: self._hello, world.clock)
@@ -235,6 +235,9 @@ class SimFrontend(Process):
 
     def _finish_full_choices(self, job: Job) -> None:
         """End choices whose last id came, but whose end was lost with a session."""
+        if job.beams is not None:
+            job.forget_output()
+            return
         for choice in job.choices:
             ids = choice.ids
             if not choice.is_finished and ids and (ids[-1] in job.stop_ids or len(ids) == job.max_tokens):
@@ -301,7 +304,7 @@ class SimFrontend(Process):
             raise Violation(f"{name}: more than {job.max_tokens} tokens, or a wrong request was run")
         if token != (expected := choice.oracle.next()):
             raise Violation(f"{name}: id {token} at position {position}, alone it is {expected}")
-        if job.sick is not None and job.sick[0] == index:
+        if job.sick is not None and (job.sick[0] == index or job.beams is not None):
             self._check_sickness(job, index, position)
         choice.ids.append(token)
         job.num_received += 1
@@ -316,7 +319,7 @@ class SimFrontend(Process):
     def _check_sickness(self, job: Job, index: int, position: int) -> None:
         """A forked choice draws its first id from the values of choice 0; what comes after that is its own."""
         length = math.inf if job.sick is None else job.sick[1]
-        if len(job.prompt) + position >= length and (index == 0 or position > 0):
+        if len(job.prompt) + position >= length and (index == 0 or position > 0 or job.beams is not None):
             raise Violation(f"job {job.handle}: choice {index} got id {position} from broken values")
 
     def _on_logprobs(self, logprobs: ChoiceLogprobs) -> None:
@@ -324,6 +327,8 @@ class SimFrontend(Process):
             choice := job.choices[logprobs.choice]
         ).stop_at is not None:
             return
+        if job.beams is not None:
+            raise Violation(f"job {job.handle} is searched for, and was told {logprobs}")
         top = unpack_ints(logprobs.top_ids)
         position = logprobs.position
         is_next = position >= choice.num_logprobs and position < len(choice.ids)
@@ -350,7 +355,9 @@ class SimFrontend(Process):
             raise Violation(f"{name} ended after {len(ids)} of {job.max_tokens} tokens")
         if job.sampling.prompt_logprobs >= 0 and job.num_prompt_told < len(job.prompt):
             raise Violation(f"{name} ended before the whole prompt was told")
-        if job.sampling.logprobs >= 0 and choice.stop_at is None and choice.num_logprobs != len(ids):
+        if job.beams is not None:
+            job.check_logprob(event)
+        elif job.sampling.logprobs >= 0 and choice.stop_at is None and choice.num_logprobs != len(ids):
             raise Violation(f"{name}: {choice.num_logprobs} log-probabilities for {len(ids)} tokens")
         self._finish(job, choice)
 
@@ -370,8 +377,7 @@ class SimFrontend(Process):
     def _objection(self, job: Job, event: RequestFailed) -> str | None:
         match event.code:
             case FailureCode.INVALID:
-                is_long = len(job.prompt) + job.max_tokens > self._smallest.max_model_len
-                return None if job.is_wrong or is_long else "it is valid"
+                return None if job.is_wrong or any(map(job.exceeds, self._limits)) else "it is valid"
             case FailureCode.INTERNAL:
                 return None if job.sick is not None else "it is not sick"
             case FailureCode.DEADLINE:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from octavo.scheduler.beams import BeamSearch
 from octavo.wire.columns import pack_floats, pack_ints, unpack_ints
 from octavo.wire.handshake import WorkerFacts
 from octavo.wire.ids import NULL_BLOCK
@@ -145,6 +146,8 @@ class FakeModel:
                 raise PlanError(f"plan {plan.step} frees row {row}, which is not in use")
             for block in self.rows.pop(row).table:
                 self._holders[block] -= 1
+        if plan.beam_row:
+            self._apply_beams(plan)
         for new in plan.new_rows:
             self._check_free_row(plan, new.row, new.request)
             ids = list(unpack_ints(new.token_ids))
@@ -166,6 +169,36 @@ class FakeModel:
             tells = new.sampling.prompt_logprobs >= 0 and new.first_prompt_logprob < new.num_prompt_tokens
             if tells and new.num_computed_tokens >= self.rows[new.row].first_told:
                 raise PlanError(f"row {new.row} is to tell what was computed before it")
+
+    def _apply_beams(self, plan: StepPlan) -> None:
+        columns = map(unpack_ints, (plan.beam_row, plan.beam_src, plan.beam_token))
+        beams = [(row, self._live(plan, source), token) for row, source, token in zip(*columns, strict=True)]
+        for row, state, token in beams:
+            if not 0 <= token < self.facts.vocab_size:
+                raise PlanError(f"plan {plan.step} lets row {row} go on with id {token}")
+            if len(state.ids) != state.num_computed + 1 or len(state.ids) <= state.num_prompt:
+                raise PlanError(f"plan {plan.step} lets row {row} go on from {state}, which has not drawn")
+            if row not in self.rows:
+                self._check_free_row(plan, row, state.request)
+                self._copy_row(state, row, state.choice)
+            elif self.rows[row] is not state:
+                raise PlanError(f"plan {plan.step} lets row {row} go on as another one, but it is in use")
+        for row, _, token in beams:
+            self.rows[row].ids[-1] = token
+
+    def _copy_row(self, state: MirrorRow, target: int, choice: int) -> None:
+        self.rows[target] = MirrorRow(
+            state.request,
+            choice,
+            state.num_prompt,
+            state.sampling,
+            list(state.ids),
+            state.num_computed,
+            list(state.table),
+            state.stop_ids,
+        )
+        for block in state.table:
+            self._holders[block] += 1
 
     def _check_free_row(self, plan: StepPlan, row: int, request: str) -> None:
         if row in self.rows:
@@ -271,18 +304,7 @@ class FakeModel:
     def _fork(self, plan: StepPlan, source: int, target: int, choice: int) -> None:
         state = self.rows[source]
         self._check_free_row(plan, target, state.request)
-        self.rows[target] = MirrorRow(
-            state.request,
-            choice,
-            state.num_prompt,
-            state.sampling,
-            list(state.ids),
-            state.num_computed,
-            list(state.table),
-            state.stop_ids,
-        )
-        for block in state.table:
-            self._holders[block] += 1
+        self._copy_row(state, target, choice)
 
     def _tells(self, row: int, begin: int) -> bool:
         state = self.rows[row]
@@ -320,7 +342,9 @@ class FakeModel:
             state.ids.append(token)
             drawn.append((row, token))
             if sampling.logprobs >= 0:
-                logprobs.append(self._logprobs(row, token, sampling.logprobs))
+                top = candidates(token, seen[row], sampling.logprobs, self.facts.vocab_size)
+                ids, values = pack_ints([id_ for id_, _ in top]), pack_floats([value for _, value in top])
+                logprobs.append(RowLogprobs(row, -0.5, 1, ids, values))
         return StepResult(
             epoch=plan.epoch,
             step=plan.step,
@@ -333,9 +357,20 @@ class FakeModel:
             prompt_logprobs=tuple(part for part in told.values() if part is not None),
         )
 
-    def _logprobs(self, row: int, token: int, count: int) -> RowLogprobs:
-        top = [(token + i) % self.facts.vocab_size for i in range(count)]
-        return RowLogprobs(row, -0.5, 1, pack_ints(top), pack_floats([-0.5 - i for i in range(count)]))
+
+def candidates(token: int, ids: Sequence[int], count: int, vocab_size: int) -> list[tuple[int, float]]:
+    """Return the likeliest ids and their log-probabilities, the drawn one first, which depend on every id and its place."""
+    crc = zlib.crc32(pack_ints(ids))
+    return [((token + i) % vocab_size, -0.5 - i / 16 - (crc >> i % 16 & 0xFF) / 512) for i in range(count)]
+
+
+def solo_search(rule: Rule, prompt: Sequence[int], *, seed: int, search: BeamSearch, vocab_size: int) -> BeamSearch:
+    """Run a search to its end as if it were alone in the world: the reference for every schedule."""
+    beams: list[list[int]] = [list(prompt)]
+    while not search.is_over:
+        of_beams = [candidates(rule(ids, seed, 0), ids, search.num_candidates, vocab_size) for ids in beams]
+        beams = [[*beams[parent], token] for parent, token in search.step(of_beams)]
+    return search
 
 
 def told_of_prompt(of: int, ids: Sequence[int], first: int, end: int, num_top: int, vocab_size: int) -> PromptLogprobs:

@@ -82,6 +82,18 @@ def _copy() -> AbstractContextManager[None]:
     return _replaced(BlockTables, "must_copy", make)
 
 
+def _beam() -> AbstractContextManager[None]:
+    """Beams write to the block that they share with others."""
+
+    def make(real: Callable[[BlockTables, int, int], bool]) -> Callable[[BlockTables, int, int], bool]:
+        def must_copy(tables: BlockTables, number: int, begin: int) -> bool:
+            return number not in tables._accounts and real(tables, number, begin)
+
+        return must_copy
+
+    return _replaced(BlockTables, "must_copy", make)
+
+
 def _reset() -> AbstractContextManager[None]:
     """A reset of the prefix cache leaves everything to be found."""
 
@@ -96,6 +108,7 @@ PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "withdrawal": _withdrawal,
     "row": _row,
     "copy": _copy,
+    "beam": _beam,
     "reset": _reset,
 }
 """By the name that --plant takes."""

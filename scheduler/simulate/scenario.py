@@ -44,9 +44,9 @@ class Traffic:
     Attributes:
         num_live: requests that each frontend tries to have at once.
         mean_gap_s: between two requests of a frontend.
-        cancels, stops, deadlines, sick, wrong, choices, logprobs, prompt_logprobs, unshared: shares of requests that end
-            early, have a stop string, a deadline, broken values, a mistake, n > 1, log-probabilities of output or prompt,
-            no part in the prefix cache.
+        cancels, stops, deadlines, sick, wrong, choices, beams, logprobs, prompt_logprobs, unshared: shares of requests that
+            end early, have a stop string, a deadline, broken values, a mistake, n > 1, a search, log-probabilities of output
+            or prompt, no part in the prefix cache.
         max_prompt, max_output: tokens.
         resets: of the prefix cache, mean seconds between two; 0: none.
     """
@@ -59,6 +59,7 @@ class Traffic:
     sick: float
     wrong: float
     choices: float
+    beams: float
     logprobs: float
     prompt_logprobs: float
     unshared: float
@@ -167,6 +168,7 @@ def _draw_traffic(random: Random, facts: WorkerFacts, compute_s: float) -> Traff
         sick=share(0.0, 0.0, 0.05, 0.3),
         wrong=share(0.0, 0.02),
         choices=share(0.0, 0.3, 0.6),
+        beams=share(0.0, 0.2, 0.4),
         logprobs=share(0.0, 0.2),
         prompt_logprobs=share(0.0, 0.2),
         unshared=share(0.0, 0.2),

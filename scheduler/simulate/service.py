@@ -35,8 +35,7 @@ class SimulatedService:
         self._workload = Workload(
             world.random, scenario.traffic, POLICIES[scenario.config.scheduling_policy].uses_priorities
         )
-        limits = [resolve_limits(scenario.config, facts) for facts in (scenario.facts, scenario.small_facts)]
-        self._smallest = min((each.service_facts for each in limits), key=lambda facts: facts.max_model_len)
+        self._limits = [resolve_limits(scenario.config, facts) for facts in (scenario.facts, scenario.small_facts)]
         self.scheduler = self._start_scheduler()
         self.frontends = [self._start_frontend() for _ in range(scenario.num_frontends)]
         self.workers: list[SimWorker] = []
@@ -52,7 +51,7 @@ class SimulatedService:
     def work(self) -> int:
         """Most tokens that the living jobs can still need."""
         jobs = [job for frontend in self.frontends for job in frontend.jobs.values()]
-        return sum((len(job.prompt) + job.max_tokens) * job.num_choices for job in jobs)
+        return sum((len(job.prompt) + job.max_tokens) * job.num_sequences for job in jobs)
 
     def start_worker(self) -> None:
         """Start a worker, whether there is one or not."""
@@ -73,7 +72,7 @@ class SimulatedService:
             scenario.config,
             scenario.traffic,
             self._workload,
-            self._smallest,
+            self._limits,
         )
 
     def _boot_id(self, role: str) -> BootId:

@@ -5,14 +5,20 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from random import Random
 
+from octavo.scheduler.beams import BeamSearch, Hypothesis
+from octavo.scheduler.config import Limits
+from octavo.scheduler.groups import most_blocks
+from octavo.scheduler.simulate.model import hash_rule, solo_search
 from octavo.scheduler.simulate.scenario import DIGEST, VOCAB_SIZE, Traffic
+from octavo.scheduler.simulate.world import Violation
 from octavo.wire.columns import pack_ints
 from octavo.wire.handshake import ServiceFacts
 from octavo.wire.plan import RowSampling
 from octavo.wire.prefix import prompt_keys, root_key
-from octavo.wire.requests import SubmitRequest
+from octavo.wire.requests import BeamParams, ChoiceFinished, SubmitRequest, num_candidates
 
 _SICK_BIT = 1 << 40
 """Set in the seeds of sick jobs; the bits below tell which choice is sick from which length on."""
@@ -50,11 +56,50 @@ class Oracle:
         return token
 
 
+class Finder:
+    """The solo run of a search, made when its first id is asked for.
+
+    Args:
+        prompt: ids.
+        seed: of the request.
+        search: what has not begun.
+        count: how many continuations come back.
+    """
+
+    def __init__(self, prompt: Sequence[int], seed: int, search: BeamSearch, count: int) -> None:
+        self._prompt, self._seed = prompt, seed
+        self._search, self._count = search, count
+
+    @cached_property
+    def found(self) -> list[Hypothesis]:
+        """The best continuations."""
+        rule = hash_rule(VOCAB_SIZE)
+        solo_search(rule, self._prompt, seed=self._seed, search=self._search, vocab_size=VOCAB_SIZE)
+        return self._search.best(self._count)
+
+
+class FoundIds:
+    """One continuation that a search finds, one id at a time."""
+
+    __slots__ = ("_finder", "_index", "_num_output")
+
+    def __init__(self, finder: Finder, index: int) -> None:
+        self._finder = finder
+        self._index = index
+        self._num_output = 0
+
+    def next(self) -> int:
+        """Return the next id, -1 behind the last."""
+        ids = self._finder.found[self._index].ids
+        self._num_output += 1
+        return ids[self._num_output - 1] if self._num_output <= len(ids) else -1
+
+
 @dataclass(slots=True, eq=False)
 class Choice:
     """One choice of a job: what has come of it."""
 
-    oracle: Oracle
+    oracle: Oracle | FoundIds
     ids: "array[int]" = field(default_factory=lambda: array("i"))
     num_logprobs: int = 0
     stop_at: int | None = None
@@ -88,6 +133,8 @@ class Job:
     cancel_after_s: float | None
     sick: tuple[int, int] | None
     is_wrong: bool
+    beams: BeamParams | None = None
+    finder: Finder | None = None
     choices: list[Choice] = field(default_factory=list)
     handle: int = -1
     submitted_at: float = 0.0
@@ -102,6 +149,35 @@ class Job:
         """Whether it has started in any session: from then on it must not be refused for load."""
         return self.started_in != 0
 
+    @property
+    def num_sequences(self) -> int:
+        """Choices, or beams."""
+        return self.num_choices if self.beams is None else self.beams.width
+
+    def exceeds(self, limits: Limits) -> bool:
+        """Say whether it can never run with these limits."""
+        if len(self.prompt) + self.max_tokens > limits.max_model_len:
+            return True
+        if self.beams is None:
+            return False
+        most = most_blocks(len(self.prompt), self.max_tokens, self.beams.width, limits.block_size)
+        return self.beams.width > limits.max_num_seqs or most >= limits.num_blocks
+
+    def forget_output(self) -> None:
+        """Wait for all of a search's output anew."""
+        if self.finder is not None:
+            self.num_received = 0
+            self.choices = [Choice(FoundIds(self.finder, index)) for index in range(self.num_choices)]
+
+    def check_logprob(self, event: ChoiceFinished) -> None:
+        """Compare the log-probability of a choice with the solo run's.
+
+        Raises:
+            Violation: they differ.
+        """
+        if self.finder is not None and event.cumulative_logprob != self.finder.found[event.choice].logprob:
+            raise Violation(f"job {self.handle}: {event}, alone it is {self.finder.found[event.choice]}")
+
     def to_request(self, facts: ServiceFacts, now: float) -> SubmitRequest:
         """Return what begins it, or goes on with it."""
         is_shared = facts.prefix_caching and self.root
@@ -112,7 +188,7 @@ class Job:
             max_tokens=self.max_tokens,
             sampling=self.sampling,
             stop_token_ids=pack_ints(self.stop_ids),
-            output_ids=tuple(choice.ids.tobytes() for choice in self.choices) if self.is_replay else (),
+            output_ids=tuple(b"" if self.beams else c.ids.tobytes() for c in self.choices) if self.is_replay else (),
             finished_choices=pack_ints(i for i, choice in enumerate(self.choices) if choice.is_finished),
             deadline_s=None if self.deadline_s is None else max(0.0, self.submitted_at + self.deadline_s - now),
             caller=self.caller,
@@ -120,6 +196,7 @@ class Job:
             prefix_root=self.root if is_shared else b"",
             prefix_keys=prompt_keys(self.root, self.prompt_ids, facts.block_size) if is_shared else b"",
             num_prompt_told=self.num_prompt_told,
+            beams=self.beams,
         )
 
 
@@ -199,7 +276,29 @@ class Workload:
             job.choices.append(choice)
         if num_choices > 1 and random.random() < traffic.stops / 2:
             random.choice(job.choices).stop_at = 0
+        if random.random() < traffic.beams:
+            self._search(job, facts)
         return job
+
+    def _search(self, job: Job, facts: ServiceFacts) -> None:
+        """Make a job a search, which mostly fits."""
+        random = self._random
+        width = random.randint(1, max(1, min(4, facts.max_num_seqs)) + (random.random() < 0.05))
+        room = max(1, (facts.max_model_len - len(job.prompt)) // width)
+        job.num_choices = random.randint(1, width)
+        job.max_tokens = random.randint(1, max(1, min(job.max_tokens, room)))
+        job.beams = BeamParams(width, random.choice([1.0, 0.0, 2.0, -1.0]), random.random() < 0.5)
+        if job.sick is not None:
+            job.sick = (0, job.sick[1])
+        job.sampling = RowSampling(
+            seed=make_seed(random.randrange(4), job.sick),
+            temperature=0.0,
+            min_tokens=min(job.sampling.min_tokens, job.max_tokens),
+            logprobs=num_candidates(job.beams, len(job.stop_ids)),
+        )
+        search = BeamSearch(job.beams, job.max_tokens, job.sampling.min_tokens, frozenset(job.stop_ids))
+        job.finder = Finder(job.prompt, job.sampling.seed, search, job.num_choices)
+        job.forget_output()
 
     def _draw_prompt(self, facts: ServiceFacts) -> list[int]:
         random = self._random

@@ -197,6 +197,32 @@ def test_forks_that_copy_their_last_block_in_one_plan_keep_apart(runner: GpuRunn
     assert [tokens_of(result) for result in run_ahead(runner, plans(), 2)] == expected
 
 
+def test_beams_go_on_as_on_the_reference(runner: GpuRunner, expected_by: EagerRunner) -> None:
+    sampling = RowSampling(seed=0, temperature=0.0, logprobs=5)
+
+    def plans() -> list[StepPlan]:
+        driver = PlanDriver(4, 129)
+        driver.begin(0, PROMPT[:6], sampling)
+        driver.begin(7, OTHER, PLAIN)
+        found = [driver.plan({0: 6, 7: 3})]
+        for row, token in ((0, 11), (3, 12), (5, 13)):
+            driver.go_on(row, 0, token)
+        found.append(driver.plan({0: 1, 7: 1, 3: 1, 5: 1}))
+        assert len(unpack_ints(found[-1].copy_row)) == 2
+        driver.end(0)
+        for row, source, token in ((5, 5, 21), (0, 3, 22), (3, 3, 23)):
+            driver.go_on(row, source, token)
+        found.append(driver.plan({5: 1, 0: 1, 3: 1, 7: 1}))
+        return [*found, driver.plan({0: 1, 3: 1, 5: 1, 7: 1})]
+
+    expected = [expected_by.execute(plan) for plan in plans()]
+    for ours, theirs in zip(run_ahead(runner, plans(), 2), expected, strict=True):
+        assert tokens_of(ours) == tokens_of(theirs)
+        for mine, reference in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert (mine.row, mine.top_ids) == (reference.row, reference.top_ids)
+            assert mine.logprob == pytest.approx(reference.logprob, abs=1e-3)
+
+
 def test_what_captured_steps_read_outlives_the_capture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph holds addresses alone; here its part is played by something that holds nothing of what it ran."""
     runner = load_worker(folder, backend="triton", device=DEVICE, dtype="float32", enforce_eager=True).runner

@@ -160,7 +160,7 @@ class TablesMachine(RuleBasedStateMachine):
     @rule(data=st.data(), more=st.integers(0, 3), is_protected=st.booleans())
     def enter_with_hits(self, data: st.DataObject, more: int, is_protected: bool) -> None:
         hits = data.draw(st.lists(st.sampled_from(sorted(self.published)), unique=True, min_size=1, max_size=5))
-        wanted = self.tables.num_wanted((len(hits) + more) * self.size, hits)
+        wanted = self.tables.num_wanted(len(hits) + more, hits)
         assert wanted == more + sum(block in self.free for block in hits)
         if wanted > self.available():
             return

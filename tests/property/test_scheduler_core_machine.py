@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from octavo.scheduler.policy import POLICIES
 from octavo.scheduler.simulate.model import make_facts
 from octavo.wire.ids import SessionId
-from octavo.wire.requests import FailureCode
+from octavo.wire.requests import BeamParams, FailureCode
 from tests.support.core_driver import Client, CoreDriver, make_config
 
 VOCAB = 50
@@ -41,6 +41,11 @@ def prompt_length(driver: CoreDriver, num_blocks: int, extra: int) -> int:
     limits = driver.core.limits
     assert limits is not None
     return max(1, min(num_blocks * limits.block_size + extra, limits.max_model_len - 1))
+
+
+def drawn_from(clients: Sequence[Client]) -> list[Client]:
+    """Return the clients whose tokens are drawn one by one, so that a frontend may end their choices."""
+    return [client for client in clients if client.message.beams is None]
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -112,6 +117,7 @@ class CoreMachine(RuleBasedStateMachine):
         caller=st.sampled_from(CALLERS),
         tenant=st.sampled_from(TENANTS),
         priority=st.integers(-1, 1),
+        beams=st.sampled_from([None, None, (1, 1.0, False), (2, 0.0, True), (3, 1.0, False), (4, 2.0, True)]),
     )
     def submit(
         self,
@@ -129,6 +135,7 @@ class CoreMachine(RuleBasedStateMachine):
         caller: str,
         tenant: str | None,
         priority: int,
+        beams: tuple[int, float, bool] | None,
     ) -> None:
         num_prompt = prompt_length(self.driver, num_blocks, extra)
         limits = self.driver.core.limits
@@ -138,7 +145,7 @@ class CoreMachine(RuleBasedStateMachine):
             make_prompt(stem, num_prompt, tail),
             max_tokens,
             frontend=SessionId(self.frontends),
-            num_choices=num_choices,
+            num_choices=num_choices if beams is None else min(num_choices, beams[0]),
             stop_ids=stops,
             min_tokens=min(min_tokens, max_tokens),
             seed=seed,
@@ -147,7 +154,8 @@ class CoreMachine(RuleBasedStateMachine):
             caller=caller,
             tenant=tenant,
             priority=priority if limits.scheduling_policy == "priority" else 0,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=prompt_logprobs if beams is None else -1,
+            beams=None if beams is None else BeamParams(*beams),
         )
 
     @rule()
@@ -169,10 +177,10 @@ class CoreMachine(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         self.driver.cancel(data.draw(st.sampled_from(self.live())))
 
-    @precondition(lambda self: self.live())
+    @precondition(lambda self: len(drawn_from(self.live())) > 0)
     @rule(data=st.data())
     def stop_choice(self, data: st.DataObject) -> None:
-        client = data.draw(st.sampled_from(self.live()))
+        client = data.draw(st.sampled_from(drawn_from(self.live())))
         self.driver.stop_choice(client, data.draw(st.sampled_from(sorted(client.choices_left))))
 
     @rule(seconds=st.sampled_from([0.1, 6.0]))
@@ -206,7 +214,9 @@ class CoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "driver"):
             self.driver.drain()
-            codes = {f.code for received in self.driver.received.values() for f in received.failed.values()}
+            failures = [f for received in self.driver.received.values() for f in received.failed.values()]
+            codes = {f.code for f in failures if f.code is not FailureCode.INVALID}
+            assert all("beams" in f.message for f in failures if f.code is FailureCode.INVALID)
             expected = {FailureCode.DEADLINE, FailureCode.INTERNAL, FailureCode.UNAVAILABLE}
             if self.driver.config.max_requests_per_caller:
                 expected.add(FailureCode.CALLER_LIMIT)
@@ -277,8 +287,8 @@ def run_long(random: Random, policy: str, caching: bool) -> CoreDriver:
                 driver.step()
             case "cancel" if live:
                 driver.cancel(random.choice(live))
-            case "stop" if live:
-                client = random.choice(live)
+            case "stop" if drawn_from(live):
+                client = random.choice(drawn_from(live))
                 driver.stop_choice(client, random.choice(sorted(client.choices_left)))
             case "wait":
                 driver.now += 3.0
@@ -303,11 +313,13 @@ def submit_random(driver: CoreDriver, random: Random, frontend: SessionId) -> No
     num_prompt = prompt_length(driver, random.randint(0, most), random.choice([-1, 0, 1, 5]))
     max_tokens = random.randint(random.choice([0, 1, 1, 1]), limits.max_model_len - num_prompt)
     seed = random.choice(SEEDS)
+    num_choices = random.choice([1, 1, 1, 2, 3, 4])
+    beams = BeamParams(num_choices, random.choice([0.0, 1.0])) if random.random() < 0.25 else None
     driver.submit(
         make_prompt(random.randrange(3), num_prompt, random.choice([0, 0, 1, 5, 40])),
         max_tokens,
         frontend=frontend,
-        num_choices=random.choice([1, 1, 1, 2, 3, 4]),
+        num_choices=num_choices,
         stop_ids=random.sample(range(VOCAB), random.randint(0, 2)),
         min_tokens=random.randint(0, max_tokens),
         seed=seed,
@@ -316,5 +328,6 @@ def submit_random(driver: CoreDriver, random: Random, frontend: SessionId) -> No
         caller=random.choice(CALLERS),
         tenant=random.choice(TENANTS),
         priority=random.randint(-2, 2) if limits.scheduling_policy == "priority" else 0,
-        prompt_logprobs=random.choice([-1, -1, -1, 0, 2]),
+        prompt_logprobs=random.choice([-1, -1, -1, 0, 2]) if beams is None else -1,
+        beams=beams,
     )

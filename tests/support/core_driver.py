@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict, Unpack
 
+from octavo.scheduler.beams import BeamSearch
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.core import Scheduler
 from octavo.scheduler.events import (
@@ -30,13 +31,14 @@ from octavo.scheduler.instructions import (
     Instruction,
     SendPlan,
 )
-from octavo.scheduler.simulate.model import FakeModel, FaultRule, Rule, hash_rule, solo_run, told_of_prompt
+from octavo.scheduler.simulate.model import FakeModel, FaultRule, Rule, hash_rule, solo_run, solo_search, told_of_prompt
 from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import WorkerFacts
 from octavo.wire.ids import SessionId
 from octavo.wire.plan import StepPlan, StepResult
 from octavo.wire.prefix import root_key
 from octavo.wire.requests import (
+    BeamParams,
     CancelRequest,
     FailureCode,
     FinishChoice,
@@ -99,6 +101,7 @@ class SubmitOptions(TypedDict, total=False):
     priority: int
     tenant: str | None
     prompt_logprobs: int
+    beams: BeamParams | None
 
 
 @dataclass
@@ -212,6 +215,7 @@ class CoreDriver:
         priority: int = 0,
         tenant: str | None = "",
         prompt_logprobs: int = -1,
+        beams: BeamParams | None = None,
     ) -> Client:
         """Make a request to send, and expect its solo run."""
         self._next_handle += 1
@@ -229,6 +233,7 @@ class CoreDriver:
             prefix_root=b"" if tenant is None else root_key("digest", tenant),
             block_size=self.facts.block_size,
             prompt_logprobs=prompt_logprobs,
+            beams=beams,
         )
         expected = [
             solo_run(
@@ -243,6 +248,10 @@ class CoreDriver:
             )
             for choice in range(num_choices)
         ]
+        if beams is not None:
+            search = BeamSearch(beams, max_tokens, min_tokens, frozenset(stop_ids))
+            solo_search(self.rule, prompt, seed=seed, search=search, vocab_size=self.facts.vocab_size)
+            expected = [hypothesis.ids for hypothesis in search.best(num_choices)]
         client = Client(
             frontend, message.handle, message, list(prompt), expected, set(range(num_choices)), is_faulty=is_faulty
         )
@@ -306,6 +315,7 @@ class CoreDriver:
                 block_size=self.facts.block_size,
                 prompt_logprobs=params.sampling.prompt_logprobs,
                 num_prompt_told=old.num_prompt_told(client.handle) if told else 0,
+                beams=params.beams,
             )
             again = Client(
                 new_frontend,
@@ -404,6 +414,8 @@ class CoreDriver:
             self._row_names[new.row] = new.request
         for source, target in zip(unpack_ints(plan.fork_src), unpack_ints(plan.fork_dst), strict=True):
             self._row_names[target] = self._row_names[source]
+        for row, source, _ in beams_of(plan):
+            self._row_names[row] = self._row_names[source]
         alive = {c.name for c in self.clients.values() if c.is_live}
         for row in unpack_ints(plan.row):
             assert self._row_names[row] in alive, f"plan {plan.step} names {self._row_names[row]}, which has ended"
@@ -464,6 +476,11 @@ def copies_of(plan: StepPlan) -> list[tuple[int, int, int]]:
 def forks_of(plan: StepPlan) -> list[tuple[int, int, int]]:
     """Return (source row, target row, choice) of a plan's forks."""
     return list(zip(*map(unpack_ints, (plan.fork_src, plan.fork_dst, plan.fork_choice)), strict=True))
+
+
+def beams_of(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """Return (row, source row, id) of a plan's beams."""
+    return list(zip(*map(unpack_ints, (plan.beam_row, plan.beam_src, plan.beam_token)), strict=True))
 
 
 def appended_to(plan: StepPlan, row: int) -> list[int]:

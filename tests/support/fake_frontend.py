@@ -22,12 +22,14 @@ from octavo.wire.plan import RowSampling
 from octavo.wire.prefix import prompt_keys
 from octavo.wire.prompt_logprobs import PromptLogprobs
 from octavo.wire.requests import (
+    BeamParams,
     ChoiceFinished,
     ChoiceLogprobs,
     RequestFailed,
     RequestStarted,
     StepOutput,
     SubmitRequest,
+    num_candidates,
 )
 
 WAIT_S = 30.0
@@ -53,6 +55,7 @@ def make_submit(
     priority: int = 0,
     prefix_root: bytes = b"",
     block_size: int = 16,
+    beams: BeamParams | None = None,
 ) -> SubmitRequest:
     """Return a request as a frontend would send it."""
     stops = pack_ints(stop_ids)
@@ -64,8 +67,8 @@ def make_submit(
         sampling=RowSampling(
             seed=seed,
             min_tokens=min_tokens,
-            stop_token_ids=stops,
-            logprobs=logprobs,
+            stop_token_ids=stops if beams is None else b"",
+            logprobs=logprobs if beams is None else num_candidates(beams, len(stop_ids)),
             prompt_logprobs=prompt_logprobs,
         ),
         stop_token_ids=stops,
@@ -77,6 +80,7 @@ def make_submit(
         prefix_root=prefix_root,
         prefix_keys=prompt_keys(prefix_root, pack_ints(prompt), block_size) if prefix_root else b"",
         num_prompt_told=num_prompt_told,
+        beams=beams,
     )
 
 

@@ -49,6 +49,7 @@ class PlanDriver:
         self._freed: list[int] = []
         self._cached_from: dict[int, DrivenRow] = {}
         self._forks: list[tuple[int, int, int]] = []
+        self._beams: list[tuple[int, int, int]] = []
 
     @classmethod
     def of(cls, runner: Runner, seed: int = 0) -> "PlanDriver":
@@ -99,6 +100,14 @@ class PlanDriver:
         """Start a row from one that samples in the next plan."""
         self._forks.append((source, target, choice))
 
+    def go_on(self, row: int, source: int, token: int) -> None:
+        """Let a row go on with an id in the next plan, itself or, if it is free, from another one that has drawn."""
+        self._beams.append((row, source, token))
+        if row != source:
+            state = self.rows[source]
+            self.rows[row] = DrivenRow(state.num_known, state.num_computed, list(state.table))
+            self._num_holders.update(state.table)
+
     def plan(self, counts: dict[int, int]) -> StepPlan:
         """Write the plan that computes so many tokens of each row; a row that reaches its end samples."""
         columns = _Columns()
@@ -130,8 +139,11 @@ class PlanDriver:
             fork_dst=pack_ints(target for _, target, _ in self._forks),
             fork_choice=pack_ints(choice for _, _, choice in self._forks),
             freed_rows=pack_ints(self._freed),
+            beam_row=pack_ints(row for row, _, _ in self._beams),
+            beam_src=pack_ints(source for _, source, _ in self._beams),
+            beam_token=pack_ints(token for _, _, token in self._beams),
         )
-        self._new, self._freed, self._forks = [], [], []
+        self._new, self._freed, self._forks, self._beams = [], [], [], []
         return plan
 
     def _extend(self, row: int, count: int, columns: _Columns) -> None:

@@ -24,6 +24,8 @@ from octavo.frontend.validation import (
 )
 from octavo.v1 import generation_pb2 as pb
 from octavo.wire.columns import unpack_floats, unpack_ints
+from octavo.wire.plan import RowSampling
+from octavo.wire.requests import BeamParams
 
 CONFIG = FrontendConfig(model_path=Path("model"), served_model_names=("tiny",), address="ipc:///nowhere")
 BOUNDS = Bounds(CONFIG, vocab_size=300, max_model_len=64, defaults=SamplingDefaults(), eos_ids=(256,))
@@ -71,6 +73,21 @@ INVALID = [
         "all 1 allowed ids",
         "min_tokens = 2",
     ),
+    ({"sampling": {"beamSearch": {}}}, "input.sampling.beam_search.width", "0", "1 to 16"),
+    ({"sampling": {"beamSearch": {"width": 17}}}, "input.sampling.beam_search.width", "17", "16"),
+    ({"sampling": {"beamSearch": {"width": 2}, "n": 3}}, "input.sampling.n", "3", "2 (beam_search.width)"),
+    (
+        {"sampling": {"beamSearch": {"width": 2, "lengthPenalty": 10.5}}},
+        "input.sampling.beam_search.length_penalty",
+        "10.5",
+        "10",
+    ),
+    (
+        {"sampling": {"beamSearch": {"width": 2, "lengthPenalty": "NaN"}}},
+        "input.sampling.beam_search.length_penalty",
+        "nan",
+        "10",
+    ),
     ({"stopping": {"maxTokens": 0}}, "input.stopping.max_tokens", "0", "1"),
     ({"stopping": {"minTokens": 65}}, "input.stopping.min_tokens", "65", "64"),
     ({"stopping": {"minTokens": 6, "maxTokens": 5}}, "input.stopping.min_tokens", "6", "5"),
@@ -97,6 +114,48 @@ def test_bad_parameters_are_named(fields: dict[str, Any], path: str, value: str,
     assert limit in raised.value.message
 
 
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"sampling": {"temperature": 0.5}}, "input.sampling.temperature"),
+        ({"sampling": {"topP": 0.5}}, "input.sampling.top_p"),
+        ({"sampling": {"topK": 5}}, "input.sampling.top_k"),
+        ({"sampling": {"minP": 0.5}}, "input.sampling.min_p"),
+        ({"sampling": {"presencePenalty": 1}}, "input.sampling.presence_penalty"),
+        ({"sampling": {"frequencyPenalty": 1}}, "input.sampling.frequency_penalty"),
+        ({"sampling": {"repetitionPenalty": 1.5}}, "input.sampling.repetition_penalty"),
+        ({"sampling": {"logitBias": {"5": 1}}}, "input.sampling.logit_bias"),
+        ({"sampling": {"allowedTokenIds": [5]}}, "input.sampling.allowed_token_ids"),
+        ({"stopping": {"stopStrings": ["x"]}}, "input.stopping.stop_strings"),
+        ({"output": {"logprobs": 0}}, "input.output.logprobs"),
+    ],
+)
+def test_a_search_excludes_what_shapes_a_draw(fields: dict[str, Any], path: str) -> None:
+    sampling = fields.get("sampling", {}) | {"beamSearch": {"width": 2}}
+    with pytest.raises(InvalidArgument, match="a beam search excludes it") as raised:
+        params(**(fields | {"sampling": sampling}))
+    assert raised.value.field_path == path
+
+
+def test_a_search_takes_what_turns_draws_off_and_has_candidates_for_each_beam() -> None:
+    off = {
+        "temperature": 0,
+        "topP": 1,
+        "topK": -1,
+        "minP": 0,
+        "presencePenalty": 0,
+        "repetitionPenalty": 1,
+        "seed": "5",
+    }
+    sampling = off | {"n": 2, "beamSearch": {"width": 3, "earlyStopping": True}}
+    found = params(sampling=sampling, stopping={"minTokens": 2, "stopTokenIds": [9]})
+    assert found.beams == BeamParams(3, 1.0, True)
+    assert found.num_choices == 2
+    row = RowSampling(seed=0, temperature=0.0, min_tokens=2, logprobs=3 + len(found.ending_ids))
+    assert found.sampling == row
+    assert 9 in found.ending_ids
+
+
 def test_fields_of_other_versions_are_refused_rather_than_ignored() -> None:
     # Field 11 is an adapter where it exists: to ignore it would let another model answer.
     request = pb.GenerationInput.FromString(b"\x5a\x01x" + parse(text="x").SerializeToString())
@@ -110,9 +169,7 @@ def test_fields_of_other_versions_are_refused_rather_than_ignored() -> None:
     assert raised.value.field_path == "input.sampling"
 
 
-UNSERVED: list[tuple[dict[str, Any], str]] = [
-    ({"sampling": {"beamSearch": {}}}, "input.sampling.beam_search"),
-]
+UNSERVED: list[tuple[dict[str, Any], str]] = []
 
 
 @pytest.mark.parametrize(("fields", "path"), UNSERVED, ids=lambda v: str(v)[:60])

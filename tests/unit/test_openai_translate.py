@@ -158,9 +158,7 @@ def test_seeds_are_64_bits(seed: int, bits: int) -> None:
     assert completion(seed=seed).sampling.seed == bits
 
 
-UNSERVED: list[tuple[str, Any]] = [
-    ("use_beam_search", True),
-]
+UNSERVED: list[tuple[str, Any]] = []
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from octavo.wire.errors import MalformedMessage, ProtocolMismatch
 from octavo.wire.handshake import FrontendHello, Heartbeat, WorkerFacts, WorkerHello
 from octavo.wire.plan import FLAG_SAMPLE, NewRow, RowLogprobs, RowSampling, StepPlan, StepResult
 from octavo.wire.requests import (
+    BeamParams,
     ChoiceFinished,
     DrainBegun,
     DrainService,
@@ -78,6 +79,7 @@ PLAN = StepPlan(
     append_block=pack_ints([17]),
 )
 COPIES = {"copy_row": pack_ints([0, 5]), "copy_src": pack_ints([1, 2]), "copy_dst": pack_ints([3, 4])}
+BEAMS = {"beam_row": pack_ints([0, 1]), "beam_src": pack_ints([0, 0]), "beam_token": pack_ints([9, 8])}
 FORKS = {"fork_src": pack_ints([0, 0]), "fork_dst": pack_ints([1, 2]), "fork_choice": pack_ints([1, 2])}
 RESULT = StepResult(
     7, 3, pack_ints([0]), pack_ints([42]), logprobs=(RowLogprobs(0, -0.5, 1, pack_ints([42]), pack_floats([-0.5])),)
@@ -97,6 +99,16 @@ SUBMIT = SubmitRequest(
     sampling=RowSampling(seed=0),
     output_ids=(b"", b""),
 )
+SEARCHED = SubmitRequest(
+    handle=1,
+    prompt_ids=pack_ints([1, 2]),
+    num_choices=2,
+    max_tokens=9,
+    sampling=RowSampling(seed=0, logprobs=4),
+    stop_token_ids=pack_ints([5]),
+    output_ids=(b"", b""),
+    beams=BeamParams(3, 0.5, True),
+)
 CACHED = msgspec.structs.replace(SUBMIT, caller="c", priority=-(2**31), prefix_root=b"r" * 32, prefix_keys=b"k" * 64)
 
 
@@ -105,6 +117,7 @@ CACHED = msgspec.structs.replace(SUBMIT, caller="c", priority=-(2**31), prefix_r
     [
         SUBMIT,
         CACHED,
+        SEARCHED,
         ResetPrefixCache(3),
         DrainService(3),
         DrainService(),
@@ -123,7 +136,7 @@ def test_messages_of_peers_round_trip(message: codec.FromPeer) -> None:
     "message",
     [
         PLAN,
-        msgspec.structs.replace(PLAN, **COPIES, **FORKS),
+        msgspec.structs.replace(PLAN, **COPIES, **FORKS, **BEAMS),
         OUTPUT,
         PrefixCacheReset(3, 17),
         DrainBegun(3, 2),
@@ -154,6 +167,8 @@ def test_a_plan_is_no_message_of_a_peer() -> None:
         (COPIES | {"copy_dst": pack_ints([3, 2])}, "source and target in one plan"),
         ({"fork_src": pack_ints([0]), "fork_dst": pack_ints([1])}, r"forks differ in length: \[1, 1, 0\]"),
         ({"fork_choice": pack_ints([0])}, "forks differ"),
+        (BEAMS | {"beam_token": pack_ints([9])}, r"beams differ in length: \[2, 2, 1\]"),
+        (BEAMS | {"beam_row": pack_ints([1, 1])}, "a row goes on with two ids"),
         ({"epoch": -1}, "Expected `int` >= 0"),
     ],
 )
@@ -176,6 +191,25 @@ def test_a_plan_that_contradicts_itself_is_malformed(change: dict[str, object], 
 )
 def test_a_submitted_request_that_contradicts_itself_is_malformed(change: dict[str, object], words: str) -> None:
     fields = [change.get(f, getattr(CACHED, f)) for f in SubmitRequest.__struct_fields__]
+    with pytest.raises(MalformedMessage, match=words):
+        codec.decode_from_peer(codec.encode(Heartbeat())[:24] + msgspec.msgpack.encode(["submit", *fields]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_choices": 4, "output_ids": ()}, "4 choices of 3 beams"),
+        ({"output_ids": (b"", pack_ints([1]))}, "cannot go on from output"),
+        ({"finished_choices": pack_ints([0])}, "cannot go on from output"),
+        ({"grammar": b"g"}, "follows no grammar"),
+        ({"sampling": RowSampling(seed=0, logprobs=3)}, "3 beams are chosen from 3 candidates"),
+        ({"beams": [3, 11.0, False]}, "length_penalty = 11.0 is out of range"),
+        ({"beams": [3, float("nan"), False]}, "length_penalty = nan is out of range"),
+        ({"beams": [0, 1.0, False]}, "Expected `int` >= 1"),
+    ],
+)
+def test_a_search_that_contradicts_itself_is_malformed(change: dict[str, object], words: str) -> None:
+    fields = [change.get(f, getattr(SEARCHED, f)) for f in SubmitRequest.__struct_fields__]
     with pytest.raises(MalformedMessage, match=words):
         codec.decode_from_peer(codec.encode(Heartbeat())[:24] + msgspec.msgpack.encode(["submit", *fields]))
 

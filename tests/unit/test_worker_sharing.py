@@ -28,6 +28,7 @@ def plan(
     copy: list[tuple[int, int, int]] | None = None,
     fork: list[tuple[int, int, int]] | None = None,
     freed: list[int] | None = None,
+    beam: list[tuple[int, int, int]] | None = None,
 ) -> StepPlan:
     """Take columns as tuples; `counts`: row -> tokens, flags."""
 
@@ -51,6 +52,9 @@ def plan(
         fork_dst=column(fork, 1),
         fork_choice=column(fork, 2),
         freed_rows=pack_ints(freed or []),
+        beam_row=column(beam, 0),
+        beam_src=column(beam, 1),
+        beam_token=column(beam, 2),
     )
 
 
@@ -114,6 +118,64 @@ def test_forks_take_ids_table_and_counts_from_before_the_new_id(rows: Rows) -> N
         assert rows.known_ids(row).tolist() == [*range(9), 40, 40 + row]
         assert (state.request, state.num_prompt, state.num_known, state.num_computed) == ("r", 9, 11, 10)
         assert (state.table, state.choice) == ([7, 3, 5], choice)
+
+
+def test_beams_go_on_with_chosen_ids_from_what_was_there_before_the_plan(rows: Rows) -> None:
+    counts = dict.fromkeys((0, 1, 3), (1, FLAG_SAMPLE))
+    copies = [(1, 5, 9), (3, 5, 10)]
+    planned = run(rows, plan(counts, copy=copies, beam=[(1, 0, 20), (0, 0, 21), (3, 0, 22)]))
+    assert planned.batch.input_ids.tolist() == [21, 20, 22]
+    assert planned.batch.slot_mapping.tolist() == [5 * 4 + 1, 9 * 4 + 1, 10 * 4 + 1]
+    assert planned.logits_of is None
+    for row, token, last in ((0, 21, 5), (1, 20, 9), (3, 22, 10)):
+        state = rows.state(row)
+        assert rows.known_ids(row).tolist() == [*range(9), token, 40 + row]
+        assert (state.num_prompt, state.num_known, state.num_computed) == (9, 11, 10)
+        assert state.table == [7, 3, last]
+
+
+def test_a_row_freed_by_the_plan_can_be_a_beam(rows: Rows) -> None:
+    run(rows, plan({1: (2, FLAG_SAMPLE)}, (new_row(1, 2),), [(1, 9)]))
+    run(rows, plan({0: (1, FLAG_SAMPLE)}, copy=[(0, 5, 9)], freed=[1], beam=[(0, 0, 8), (1, 0, 7)]))
+    assert rows.known_ids(1).tolist() == [*range(9), 7]
+    assert rows.state(1).table == [7, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (plan(beam=[(1, 2, 7)]), "row 2 is not live"),
+        (plan(beam=[(4, 0, 7)]), "row 4, limit 4"),
+        (plan(beam=[(0, 0, 50)]), r"row 0 goes on with id 50, outside of \[0, 50\)"),
+        (plan(beam=[(0, 0, -1)]), r"row 0 goes on with id -1, outside of \[0, 50\)"),
+        (plan(new=(new_row(1, 3),), beam=[(2, 1, 7)]), "row 1 is not live"),
+        (plan(new=(new_row(1, 3),), beam=[(0, 0, 7), (1, 0, 7)]), "row 1 is live and cannot begin anew"),
+    ],
+)
+def test_beams_that_are_refused(rows: Rows, step: StepPlan, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        rows.apply(step)
+
+
+def test_a_beam_goes_on_from_an_id_that_was_drawn(rows: Rows) -> None:
+    run(rows, plan({1: (2, 0)}, (new_row(1, 3),), [(1, 9)]))
+    with pytest.raises(
+        PlanError, match="row 2 goes on from row 1, whose newest of 3 ids was not drawn, or is computed"
+    ):
+        rows.apply(plan(beam=[(2, 1, 7)]))
+
+
+def test_a_live_row_is_no_beam_of_another_one(rows: Rows) -> None:
+    run(rows, plan({1: (3, FLAG_SAMPLE)}, (new_row(1, 3),), [(1, 9)]))
+    with pytest.raises(PlanError, match="row 1 is live and cannot begin anew"):
+        rows.apply(plan(beam=[(1, 0, 7)]))
+
+
+def test_a_beam_that_does_not_copy_what_it_shares_is_refused(rows: Rows) -> None:
+    step = plan({0: (1, FLAG_SAMPLE), 1: (1, FLAG_SAMPLE)}, copy=[], beam=[(0, 0, 8), (1, 0, 7)])
+    rows.apply(step)
+    with pytest.raises(PlanError, match="row 0 writes to block 5, which 1 other rows read"):
+        rows.batch(step)
 
 
 def test_each_fork_takes_the_logits_of_its_source(rows: Rows) -> None:

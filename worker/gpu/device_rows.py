@@ -4,13 +4,15 @@ Nothing here waits for the device. The mirror says what is valid and has checked
 the host knows are those that steps under way write.
 """
 
+from itertools import chain
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.kernels.gpu import inputs
 from octavo.kernels.ops import Ops
-from octavo.worker.mirror import BegunRow, Fork, RowLimits
+from octavo.worker.mirror import Beam, BegunRow, Fork, RowLimits
 from octavo.worker.sampler import as_int64
 from octavo.worker.transfer import to_device, upload
 
@@ -68,6 +70,23 @@ class DeviceRows:
             self._temperature[fork.target] = self._temperature[fork.source]
             self._noise[:, fork.target] = self._noise[:, fork.source]
             self._noise[1, fork.target] = fork.choice
+
+    def go_on(self, beams: list[Beam]) -> None:
+        """Let rows go on with chosen ids, themselves or as copies of others; no source is the target of another one."""
+        if not beams:
+            return
+        copied = [beam for beam in beams if beam.row != beam.source]
+        columns = [[beam.row for beam in beams], [beam.place for beam in beams]]
+        columns += [[beam.source for beam in copied], [beam.row for beam in copied]]
+        rows, places, sources, targets = to_device([*chain(*columns)], torch.int32, self._device).split(
+            [len(column) for column in columns]
+        )
+        inputs.copy_rows(self.ids, self.tables, sources, targets)
+        self._temperature.index_copy_(0, targets.long(), self._temperature.index_select(0, sources))
+        self._noise.index_copy_(1, targets.long(), self._noise.index_select(1, sources))
+        inputs.store_tokens(
+            self.ids, rows, places, to_device([beam.token for beam in beams], torch.int64, self._device)
+        )
 
     def draw(self, ops: Ops, logits: Tensor, rows: Tensor, places: Tensor) -> Tensor:
         """Draw an id for each row by its temperature alone, and store it.

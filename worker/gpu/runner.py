@@ -188,6 +188,9 @@ class GpuRunner:
         for begun in delta.begun:
             state = begun.state
             self._samplers[begun.row] = RowSampler(state.sampling, state.choice, self._device)
+        self._device_rows.go_on(delta.beams)
+        for beam in delta.beams:
+            self._samplers[beam.row] = self._samplers[beam.source]
         if delta.copies:
             sources, targets = zip(*delta.copies, strict=True)
             source, target = to_device([*sources, *targets], torch.int64, self._device).view(2, -1)

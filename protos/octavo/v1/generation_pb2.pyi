@@ -514,8 +514,9 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def beam_search(self) -> Global___BeamSearch:
-        """Set: not drawn, but searched for the likeliest continuations. Excludes n beside width, temperature above 0 and
-        whatever else shapes a draw.
+        """Set: not drawn, but searched for the likeliest continuations, which come at the end of the search. Excludes whatever
+        else is set to shape a draw (temperature above 0, filters, penalties, biases, allowed ids, bad words), stop strings,
+        a constraint and log-probabilities; the model's own defaults of these do not count.
         """
 
     def __init__(
@@ -588,11 +589,17 @@ class BeamSearch(_message.Message):
     LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
     EARLY_STOPPING_FIELD_NUMBER: _builtins.int
     width: _builtins.int
-    """Number of continuations that are followed, 1 to the server's limit. The best n of them come back."""
+    """Number of continuations that are followed, 1 to the server's limit (16). The best n of them come back, which is at
+    most width, the best one first, each with its cumulative_logprob.
+    """
     length_penalty: _builtins.float
-    """Continuations are ranked by their log-probability divided by their length to this power. Unset: 1."""
+    """Continuations are ranked by their log-probability divided by their length, the end included, to this power, from -10
+    to 10. Unset: 1.
+    """
     early_stopping: _builtins.bool
-    """Whether the search ends when width continuations have ended, rather than when none that goes on can become better."""
+    """Whether the search ends when width continuations have ended, rather than when none that goes on ranks, at its present
+    length, above the worst of these.
+    """
     def __init__(
         self,
         *,

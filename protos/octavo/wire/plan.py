@@ -1,8 +1,8 @@
 """Scheduler to worker and back: the plan of one step, as a delta against the worker's rows, and its result.
 
-A worker applies the parts of a plan in this order: `freed_rows`, `new_rows`, block copies, appended blocks; then it runs
-the forward pass over the rows of the step, forks rows, and samples. So a row or block that one plan frees can be taken
-again by the same plan. Plans are numbered from 1 within an epoch and executed in order.
+A worker applies the parts of a plan in this order: `freed_rows`, beams, `new_rows`, block copies, appended blocks; then
+it runs the forward pass over the rows of the step, forks rows, and samples. So a row or block that one plan frees can be
+taken again by the same plan. Plans are numbered from 1 within an epoch and executed in order.
 
 Blocks may stand in the tables of several rows, but a plan writes only to blocks that the writing row alone names, beside
 new rows that find them in this very plan: each layer writes the keys and values of the whole step before it attends, so
@@ -138,6 +138,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     fork_choice: bytes = b""  # [F] ... as this choice
     freed_rows: bytes = b""  # [E] rows that end
     grammars: tuple[bytes, ...] = ()  # of the new rows (grammar.py)
+    beam_row: bytes = (
+        b""  # [B] rows that go on with an id that was chosen for them: itself, or a free row that starts ...
+    )
+    beam_src: bytes = (
+        b""  # [B] ... from the ids and the table of this one, whose newest id was drawn and not computed, ...
+    )
+    beam_token: bytes = b""  # [B] ... with this id in place of the drawn one. All read what was there before the plan
 
     def __post_init__(self) -> None:
         """Check the columns against each other.
@@ -150,6 +157,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
         same_length("appended blocks", self.append_row, self.append_block)
         same_length("forks", self.fork_src, self.fork_dst, self.fork_choice)
         same_length("freed rows", self.freed_rows)
+        same_length("beams", self.beam_row, self.beam_src, self.beam_token)
         rows = unpack_ints(self.row)
         if len(set(rows)) != len(rows):
             raise MalformedMessage("a row comes twice in one plan")
@@ -157,6 +165,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
             raise MalformedMessage("a row of a plan computes less than one token")
         if any(new.grammar > len(self.grammars) for new in self.new_rows):
             raise MalformedMessage(f"a new row has a grammar that is not among the plan's {len(self.grammars)}")
+        if self.beam_row and len(set(unpack_ints(self.beam_row))) != len(unpack_ints(self.beam_row)):
+            raise MalformedMessage("a row goes on with two ids")
         if self.copy_src:
             targets = unpack_ints(self.copy_dst)
             if len(set(targets)) != len(targets) or not set(targets).isdisjoint(unpack_ints(self.copy_src)):

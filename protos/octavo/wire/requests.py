@@ -19,6 +19,8 @@ from octavo.wire.prompt_logprobs import Int31, PromptLogprobs
 
 Int32 = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
+MAX_LENGTH_PENALTY = 10.0
+
 
 class FinishReason(IntEnum):
     """Why a sequence ended."""
@@ -48,6 +50,28 @@ class FailureCode(IntEnum):
     """The caller has as much here as one caller may have: come back when less of it is running or waiting."""
 
 
+class BeamParams(msgspec.Struct, frozen=True, array_like=True):
+    """A search for the likeliest continuations, in place of draws."""
+
+    width: Annotated[int, Meta(ge=1, le=256)]  # continuations that are followed
+    length_penalty: float = 1.0  # they are ranked by log-probability / length ** this
+    early_stopping: bool = False  # end with `width` ended ones, rather than when none that goes on can become better
+
+    def __post_init__(self) -> None:
+        """Check the penalty.
+
+        Raises:
+            MalformedMessage: powers of lengths could overflow.
+        """
+        if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
+            raise MalformedMessage(f"length_penalty = {self.length_penalty} is out of range")
+
+
+def num_candidates(beams: BeamParams, num_stop_ids: int) -> int:
+    """Return how many ids of each beam are enough to choose from: `width` of them are no ends, whatever comes before."""
+    return beams.width + num_stop_ids
+
+
 class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     """A request, new or replayed from a journal."""
 
@@ -69,6 +93,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
         b""  # what each choice must be (grammar.py); empty: anything
     )
     num_prompt_told: Int31 = 0  # replay: positions of the prompt whose log-probabilities have been received
+    beams: BeamParams | None = None  # the choices are the best that a search finds; all come at its end, with no replay
 
     def __post_init__(self) -> None:
         """Check what one field says against another.
@@ -80,11 +105,23 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
             raise MalformedMessage("a request without prompt ids")
         if self.output_ids and len(self.output_ids) != self.num_choices:
             raise MalformedMessage(f"{len(self.output_ids)} outputs for {self.num_choices} choices")
+        if self.beams is not None:
+            self._check_beams(self.beams)
         same_length("stop_token_ids", self.stop_token_ids)
         same_length("finished_choices", self.finished_choices)
         for ids in self.output_ids:
             same_length("output", ids)
         check_keys(self.prefix_root, self.prefix_keys)
+
+    def _check_beams(self, beams: BeamParams) -> None:
+        if self.num_choices > beams.width:
+            raise MalformedMessage(f"{self.num_choices} choices of {beams.width} beams")
+        if self.finished_choices or any(self.output_ids):
+            raise MalformedMessage("a search for beams cannot go on from output")
+        if self.grammar:
+            raise MalformedMessage("a search for beams follows no grammar")
+        if self.sampling.logprobs < num_candidates(beams, same_length("stop_token_ids", self.stop_token_ids)):
+            raise MalformedMessage(f"{beams.width} beams are chosen from {self.sampling.logprobs} candidates")
 
 
 class CancelRequest(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -94,7 +131,10 @@ class CancelRequest(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 
 
 class FinishChoice(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
-    """The frontend ended a choice itself (stop string) at its `num_tokens`-th token; no answer follows."""
+    """The frontend ended a choice itself (stop string) at its `num_tokens`-th token; no answer follows.
+
+    Of a search it ends all: its choices are the best that has been found until then, and end with TIME_LIMIT.
+    """
 
     handle: Int31
     choice: Int31
@@ -202,6 +242,7 @@ class ChoiceFinished(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: NonNegative  # of the output, the stop id included
     prefill_s: float = 0.0  # from the first plan to the first token
     decode_s: float = 0.0  # from the first token to the last
+    cumulative_logprob: float | None = None  # of beams: the sum of the tokens' log-probabilities
 
 
 class RequestFailed(msgspec.Struct, frozen=True, array_like=True):
