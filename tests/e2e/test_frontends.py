@@ -23,6 +23,8 @@ from tests.support.service import Answer, Service, free_port, request
 
 MAX_CHANNELS = 64
 LONG = 60
+ENDLESS = 2000
+"""Tokens that no stream is given in the time of a test, however late its process is killed."""
 
 STREAM = "octavo.v1.GenerationService/GenerateStream"
 
@@ -95,10 +97,12 @@ def start(short_folder: Path, tmp_path: Path, demo_model: Path) -> Iterator[Call
         assert pair.stop() == [0]
 
 
-def read(channel: grpc.Channel, number: int, begun: Callable[[], object] = lambda: None) -> Answer:
+def read(
+    channel: grpc.Channel, number: int, begun: Callable[[], object] = lambda: None, num_tokens: int = LONG
+) -> Answer:
     """Read a stream to its end; say when its first token has come."""
     answer = Answer()
-    for event in rpc.GenerationServiceStub(channel).GenerateStream(request([1 + number], LONG, ignore_eos=True)):
+    for event in rpc.GenerationServiceStub(channel).GenerateStream(request([1 + number], num_tokens, ignore_eos=True)):
         had = bool(answer.ids)
         answer.add(event)
         if answer.ids and not had:
@@ -106,11 +110,11 @@ def read(channel: grpc.Channel, number: int, begun: Callable[[], object] = lambd
     return answer
 
 
-def begin(pool: ThreadPoolExecutor, channels: list[grpc.Channel]) -> list[Future[Answer]]:
+def begin(pool: ThreadPoolExecutor, channels: list[grpc.Channel], num_tokens: int = LONG) -> list[Future[Answer]]:
     """Begin a stream on each channel; return once all have tokens."""
     begun: list[Future[None]] = [Future() for _ in channels]
     answers = [
-        pool.submit(read, channel, number, partial(begun[number].set_result, None))
+        pool.submit(read, channel, number, partial(begun[number].set_result, None), num_tokens)
         for number, channel in enumerate(channels)
     ]
     for one in begun:
@@ -139,7 +143,7 @@ def test_frontends_that_die_or_stall_take_nobody_with_them(start: Callable[..., 
         assert {found["octavo_processes", "frontend", "ready"] for found in before} == {2}
 
         # kill -9: its own streams alone.
-        lost, kept = begin(pool, channels[first]), begin(pool, channels[second])
+        lost, kept = begin(pool, channels[first], ENDLESS), begin(pool, channels[second])
         os.kill(first, signal.SIGKILL)
         for answer in lost:
             with pytest.raises(grpc.RpcError) as caught:
