@@ -5,12 +5,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from octavo.kernels.ops import Ops
 from octavo.wire.columns import pack_floats, pack_ints
 from octavo.wire.plan import RowSampling
-from octavo.worker.sampler import RowSampler, SamplingRow, draw
+from octavo.worker.sampler import RowSampler, SamplingRow, TokenMask, draw
 
 logger = logging.getLogger(__name__)
 
@@ -76,4 +77,5 @@ def draw_everything(ops: Ops, logits: torch.Tensor, ids: torch.Tensor, valid_voc
     num_known = ids.shape[1]
     sampler = RowSampler(everything(valid_vocab, logprobs), 0, logits.device)
     rows = [SamplingRow(sampler, 0, min(num_known, max(1, num_known - 1)), num_known) for _ in range(logits.shape[0])]
-    draw(ops, logits, ids, rows, valid_vocab)
+    words = np.full((len(rows), -(-logits.shape[1] // 32)), -1, dtype=np.int32)
+    draw(ops, logits, ids, rows, valid_vocab, TokenMask(list(range(len(rows))), words))
