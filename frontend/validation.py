@@ -19,7 +19,6 @@ from octavo.frontend.errors import ContextLengthExceeded, InvalidArgument
 from octavo.frontend.model import SamplingDefaults
 from octavo.frontend.stopping import check_stop_strings, check_time_limit, check_token_limits
 from octavo.frontend.tools.definitions import num_tool_bytes
-from octavo.frontend.unserved import refuse_unserved
 from octavo.v1 import generation_pb2 as pb
 from octavo.wire.columns import pack_floats, pack_ints
 from octavo.wire.plan import RowSampling
@@ -126,7 +125,6 @@ def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParam
         if len(unknown := UnknownFieldSet(message)):
             number = unknown[0].field_number
             raise InvalidArgument(f"field number {number} is not known to this version", field_path=path)
-    refuse_unserved(request)
     sampling, stopping, output = request.sampling, request.stopping, request.output
     config = bounds.config
     num_choices = _integer("input.sampling.n", sampling.n, 1, config.max_n) if sampling.HasField("n") else 1

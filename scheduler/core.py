@@ -18,6 +18,7 @@ from octavo.scheduler.events import (
     WorkerLost,
     WorkerReady,
 )
+from octavo.scheduler.faults import sort_faults
 from octavo.scheduler.figures import Figures
 from octavo.scheduler.groups import group_of
 from octavo.scheduler.instructions import (
@@ -31,7 +32,7 @@ from octavo.scheduler.instructions import (
 from octavo.scheduler.intake import Intake
 from octavo.scheduler.invariants import check_state
 from octavo.scheduler.outputs import Outputs
-from octavo.scheduler.pipeline import FAULT_REASONS, Matched, Pipeline, PlanRecord
+from octavo.scheduler.pipeline import Matched, Pipeline, PlanRecord
 from octavo.scheduler.planner import Planner
 from octavo.scheduler.policy import POLICIES, Policy
 from octavo.scheduler.queues import WaitingQueue
@@ -40,7 +41,7 @@ from octavo.scheduler.state import RequestTable
 from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import WorkerFacts
 from octavo.wire.ids import SessionId
-from octavo.wire.plan import FAULT_NONFINITE_LOGITS, RowLogprobs, StepResult
+from octavo.wire.plan import RowLogprobs, StepResult
 from octavo.wire.requests import (
     FailureCode,
     FinishReason,
@@ -409,33 +410,12 @@ class Scheduler:
     # Faults
 
     def _on_faults(self, matched: Matched, worker: _Worker) -> None:
-        record = matched.record
-        broken: list[tuple[Sequence, int]] = []
-        failing: list[tuple[Request, str]] = []
-        again: list[Sequence] = []
-        suspects: list[Sequence] = []
-        faulty = [(record.sequences[i], record.residencies[i], fault) for i, fault in matched.faults.items()]
-        faulty += [(s, residency, FAULT_NONFINITE_LOGITS) for s, residency in matched.broken]
-        for s, residency, fault in faulty:
-            if is_broken := fault == FAULT_NONFINITE_LOGITS:
-                broken.append((s, residency))
-                if s.uses_cache and record.step > s.void_through:
-                    suspects.append(s)
-                if abs(s.residency) == residency:
-                    for sibling in s.request.sequences:
-                        sibling.publishes = False
-            if not record.counts(s, residency):
-                continue
-            # The broken blocks may be what it found: then it is given the chance to compute everything itself.
-            if is_broken and s.uses_cache and (s.num_cached > 0 or s.residency != residency):
-                again.append(s)
-            else:
-                failing.append((s.request, FAULT_REASONS.get(fault, f"fault {fault}")))
+        found = sort_faults(matched)
         # Of all at once: one may have dropped what another published.
-        suspect_blocks = worker.planner.cache.withdraw(broken, suspects)
-        for request, reason in failing:
+        suspect_blocks = worker.planner.cache.withdraw(found.broken, found.suspects)
+        for request, reason in found.failing:
             self._fail(request, FailureCode.INTERNAL, reason)
-        for s in again:
+        for s in found.again:
             for each in (s,) if s.request.group is None else s.request.sequences:
                 each.uses_cache = False
             self._recompute(s, worker)

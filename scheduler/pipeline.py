@@ -10,14 +10,8 @@ from octavo.scheduler.errors import BadResult, InvariantViolation
 from octavo.scheduler.sequence import Request, Sequence, Status
 from octavo.wire.columns import pack_ints, unpack_ints
 from octavo.wire.ids import Row
-from octavo.wire.plan import FAULT_GRAMMAR, FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, RowLogprobs, StepResult
+from octavo.wire.plan import RowLogprobs, StepResult
 from octavo.wire.prompt_logprobs import PromptLogprobs
-
-FAULT_REASONS = {
-    FAULT_NONFINITE_LOGITS: "non-finite logits",
-    FAULT_NO_CANDIDATE: "masks and filters left no id that could be drawn",
-    FAULT_GRAMMAR: "no token goes on with the output in the form that was asked for",
-}
 
 
 class Chunk(NamedTuple):

@@ -169,16 +169,6 @@ def test_fields_of_other_versions_are_refused_rather_than_ignored() -> None:
     assert raised.value.field_path == "input.sampling"
 
 
-UNSERVED: list[tuple[dict[str, Any], str]] = []
-
-
-@pytest.mark.parametrize(("fields", "path"), UNSERVED, ids=lambda v: str(v)[:60])
-def test_what_is_not_served_yet_is_refused(fields: dict[str, Any], path: str) -> None:
-    with pytest.raises(InvalidArgument, match="not served yet") as raised:
-        params(**fields)
-    assert raised.value.field_path == path
-
-
 def test_unset_parameters_mean_the_defaults() -> None:
     found = params()
     row = found.sampling

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.frontend import errors, unserved
+from octavo.frontend import errors
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.model import SamplingDefaults
 from octavo.frontend.openai import schema
@@ -54,10 +54,9 @@ def paths(message: Any, prefix: str = "") -> set[str]:
 
 
 def test_every_field_of_an_input_has_a_json_name() -> None:
-    """A field that is added to the message must be given one here as well, or be named as gRPC's alone, or be refused."""
-    refused = tuple(path.removeprefix("input.") for path in unserved._UNSERVED)
+    """A field that is added to the message must be given one here as well, or be named as gRPC's alone."""
     unnamed = {path for path in paths(pb.GenerationInput.DESCRIPTOR) if not json_name(f"input.{path}")[0]}
-    assert {path for path in unnamed if not path.startswith(refused)} == GRPC_ONLY
+    assert unnamed == GRPC_ONLY
 
 
 def test_every_field_of_the_table_is_one_of_both() -> None:
