@@ -37,6 +37,9 @@ UNPACK_LIMIT_S = 0.5
 """CPU time of so many masks, and of unpacking a grammar: more would hold up every request of the worker. Grammars of
 everyday size take a hundredth of it; ambiguous ones take longer with every token."""
 
+_LOOSE_CHARACTER, _CHARACTER = r"([^\"\\\r\n])", r"([^\0-\x1f\"\\\r\n])"
+"""What xgrammar takes for a character of a string with minLength or maxLength, and what JSON does."""
+
 _PR_SET_PDEATHSIG = 1
 _PLACE_IN_SOURCE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
@@ -99,7 +102,14 @@ class Compiler:
     def _schema(self, schema: Any) -> Any:
         # One line, with a space after commas and colons: where white space is free, small models write nothing else.
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        rules = self._core.Grammar.from_json_schema(text, False, None, None, True, None, False, False).to_string()
+        if _LOOSE_CHARACTER in rules:
+            return self._compile_strictly(rules)
         return self._compiler.compile_json_schema(text, False, None, None, True, None, False)
+
+    def _compile_strictly(self, rules: str) -> Any:
+        """Compile rules in whose strings of bounded length control characters stood, which JSON does not allow."""
+        return self._compiler.compile_grammar_from_strings(rules.replace(_LOOSE_CHARACTER, _CHARACTER), "root")
 
     def _regex(self, text: str) -> Any:
         if not text:
@@ -114,7 +124,11 @@ class Compiler:
         tag = parse_json(text, "the structural tag")
         for schema in _schemas_in(tag, 0):
             check_schema(schema)
-        return self._compiler.compile_structural_tag(json.dumps(tag, ensure_ascii=False, allow_nan=False))
+        text = json.dumps(tag, ensure_ascii=False, allow_nan=False)
+        rules = self._core.Grammar.from_structural_tag(text).to_string()
+        if _LOOSE_CHARACTER in rules:
+            return self._compile_strictly(rules)
+        return self._compiler.compile_structural_tag(text)
 
     def _probe(self, text: str) -> None:
         """Unpack the grammar and walk through it a little, as a worker would."""

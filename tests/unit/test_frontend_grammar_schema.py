@@ -55,6 +55,8 @@ ENFORCED: list[tuple[Any, list[str], list[str]]] = [
     ({"type": "integer", "exclusiveMinimum": 3, "maximum": 12, "multipleOf": 5}, ["5", "10"], ["3", "0", "7", "15"]),
     ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 2}, ["-0.5", "1.99", "0"], ["-0.6", "2", "2.0", "1e9"]),
     ({"type": "string", "minLength": 2, "maxLength": 3}, ['"ab"', '"äöü"'], ['"a"', '"abcd"', "3"]),
+    ({"type": "string", "maxLength": 9}, ['""', '"a b"'], ['"\t"', '"\x03"', '"\x1f"', '"\n"']),
+    (one(type="string", minLength=1, maxLength=2000), ['{"a": "x"}'], ['{"a": "\x00"}', '{"a": ""}']),
     ({"type": "string", "pattern": "^[a-c]{2}-\\d$"}, ['"ab-1"'], ['"ad-1"', '"ab-"', '"xab-1"']),
     ({"type": "string", "pattern": '^[^"x]+$'}, ['"abc"'], ['"axc"', '"a\n"']),
     ({"type": "string", "format": "date"}, ['"2024-02-03"'], ['"2024-13-03"', '"today"']),
@@ -201,6 +203,22 @@ def test_patterns_that_are_safe(pattern: str) -> None:
     check_pattern(pattern, "#/pattern")
 
 
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<f>"],
+        "tags": [
+            {
+                "begin": "<f>",
+                "content": {"type": "json_schema", "json_schema": one(type="string", maxLength=3)},
+                "end": "</f>",
+            }
+        ],
+    },
+}
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "good", "bad"),
     [
@@ -208,6 +226,12 @@ def test_patterns_that_are_safe(pattern: str) -> None:
         ("regex", "[0-9]{3}|x", ["123", "x"], ["12", "1234", "xx"]),
         ("regex", "^a+$", ["a", "aa"], ["", "b"]),
         ("grammar", 'root ::= "a" root | "b"', ["b", "aab"], ["a", "bb"]),
+        (
+            "structural_tag",
+            json.dumps(TAG),
+            ['x <f>{"a": "bc"}</f> y', "x"],
+            ['<f>{"a": "b\t"}</f>', '<f>{"a": "bcde"}</f>'],
+        ),
         ("choice", json.dumps(['say "a"\\', "é\n\x01", "<|end|>"]), ['say "a"\\', "é\n\x01", "<|end|>"], ["say", "x"]),
     ],
 )
