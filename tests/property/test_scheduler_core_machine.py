@@ -141,6 +141,7 @@ class CoreMachine(RuleBasedStateMachine):
         limits = self.driver.core.limits
         assert limits is not None
         max_tokens = min(max_tokens, limits.max_model_len - num_prompt)
+        beams = beams if max_tokens else None  # a search finds at least one token
         self.driver.submit(
             make_prompt(stem, num_prompt, tail),
             max_tokens,
@@ -314,7 +315,7 @@ def submit_random(driver: CoreDriver, random: Random, frontend: SessionId) -> No
     max_tokens = random.randint(random.choice([0, 1, 1, 1]), limits.max_model_len - num_prompt)
     seed = random.choice(SEEDS)
     num_choices = random.choice([1, 1, 1, 2, 3, 4])
-    beams = BeamParams(num_choices, random.choice([0.0, 1.0])) if random.random() < 0.25 else None
+    beams = BeamParams(num_choices, random.choice([0.0, 1.0])) if max_tokens and random.random() < 0.25 else None
     driver.submit(
         make_prompt(random.randrange(3), num_prompt, random.choice([0, 0, 1, 5, 40])),
         max_tokens,
