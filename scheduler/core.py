@@ -1,7 +1,6 @@
 """The scheduler's core: events in, instructions out. No sockets, clock, threads or randomness in here."""
 
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
 
 from octavo.scheduler.admission import RETRY_AFTER_S, refusal, size_error
 from octavo.scheduler.config import Limits, SchedulerConfig, resolve_limits
@@ -19,8 +18,7 @@ from octavo.scheduler.events import (
     WorkerReady,
 )
 from octavo.scheduler.faults import sort_faults
-from octavo.scheduler.figures import Figures
-from octavo.scheduler.groups import group_of
+from octavo.scheduler.figures import Figures, Totals, figures_of
 from octavo.scheduler.instructions import (
     AnswerCacheReset,
     EmitOutput,
@@ -36,6 +34,7 @@ from octavo.scheduler.pipeline import Matched, Pipeline, PlanRecord
 from octavo.scheduler.planner import Planner
 from octavo.scheduler.policy import POLICIES, Policy
 from octavo.scheduler.queues import WaitingQueue
+from octavo.scheduler.roster import Roster, Worker
 from octavo.scheduler.sequence import Request, Sequence, Status
 from octavo.scheduler.state import RequestTable
 from octavo.wire.columns import unpack_ints
@@ -52,13 +51,6 @@ from octavo.wire.requests import (
 )
 
 
-@dataclass(slots=True)
-class _Worker:
-    epoch: SessionId
-    planner: Planner
-    pipeline: Pipeline
-
-
 class Scheduler:
     """All requests and their way from admission to their end.
 
@@ -73,19 +65,21 @@ class Scheduler:
         self._waiting = WaitingQueue(self._policy)
         self._deadlines = Deadlines()
         self._outputs = Outputs()
-        self._worker: _Worker | None = None
+        self._roster = Roster(self._requests, self._waiting, self._deadlines, self._policy, self._outputs)
         self._limits: Limits | None = None  # of the newest worker; admission needs them while it is away
         self._lost_at: float | None = None
         self._endings: list[Instruction] = []
         self._intake = Intake(config.enable_prefix_caching)
-        self._num_steps = self._num_preemptions = self._num_recomputed_tokens = 0  # of ended epochs
-        self._num_old_results = 0
-        self._num_prompt_tokens = self._num_cached_prompt_tokens = 0
+        self._totals = Totals()
 
     @property
     def limits(self) -> Limits | None:
         """What requests must respect; None until a worker was ready."""
         return self._limits
+
+    @property
+    def _worker(self) -> Worker | None:
+        return self._roster.worker
 
     @property
     def has_outstanding_plans(self) -> bool:
@@ -106,29 +100,9 @@ class Scheduler:
     @property
     def figures(self) -> Figures:
         """What it holds now."""
-        planner = self._worker.planner if self._worker else None
-        return Figures(
-            num_requests=len(self._requests),
-            num_running=len(planner.batch) if planner else 0,
-            num_waiting=len(self._waiting),
-            num_blocks=planner.pool.num_blocks - 1 if planner else 0,
-            num_free_blocks=planner.pool.num_free if planner else 0,
-            block_size=self._limits.block_size if self._limits else 0,
-            num_steps=self._num_steps + (self._worker.pipeline.num_completed if self._worker else 0),
-            num_preemptions=self._num_preemptions + (planner.num_preemptions if planner else 0),
-            num_old_results=self._num_old_results,
-            num_cached_blocks=len(planner.cache) if planner else 0,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_prompt_tokens=self._num_cached_prompt_tokens,
-            num_recomputed_tokens=self._num_recomputed_tokens + (planner.num_recomputed_tokens if planner else 0),
-            waiting_reason=self._waiting_reason,
-        )
-
-    @property
-    def _waiting_reason(self) -> str:
-        if len(self._waiting) == 0:
-            return ""
-        return self._worker.planner.waiting_reason if self._worker else "a worker"
+        worker = self._worker
+        parts = (worker.planner, worker.pipeline) if worker else None
+        return figures_of(self._totals, self._requests, self._waiting, parts, self._limits)
 
     def on_event(self, event: Event, now: float) -> list[Instruction]:
         """Handle one event; see `on_events`."""
@@ -174,13 +148,13 @@ class Scheduler:
 
     def _expire(self, now: float, *, has_result: bool) -> None:
         for request in self._deadlines.expired(now):
-            self._fail(request, FailureCode.DEADLINE, "the deadline has passed")
+            self._roster.fail(request, FailureCode.DEADLINE, "the deadline has passed")
         # A result that has come is progress, even if this process was kept from seeing it until now.
         if self._worker is not None and not has_result and (due := self._step_timeout_at) is not None and due <= now:
             self._give_up_worker(f"no step finished for {self._config.step_timeout_s:g} s", now)
         if (due := self._recovery_timeout_at) is not None and due <= now:
             for request in list(self._requests):
-                self._fail(request, FailureCode.UNAVAILABLE, self._no_worker_reason, RETRY_AFTER_S)
+                self._roster.fail(request, FailureCode.UNAVAILABLE, self._no_worker_reason, RETRY_AFTER_S)
 
     @property
     def _no_worker_reason(self) -> str:
@@ -196,13 +170,13 @@ class Scheduler:
                 self._on_submitted(frontend, message, now)
             case RequestCancelled(frontend, cancel):
                 if (request := self._requests.find(frontend, cancel.handle)) is not None:
-                    self._end(request)
+                    self._roster.end(request)
             case ChoiceStopped(frontend, finish):
                 request = self._requests.find(frontend, finish.handle)
                 if request is not None and request.group is not None:
-                    self._finish_search(request, now, FinishReason.TIME_LIMIT)
+                    self._roster.finish_search(request, now, FinishReason.TIME_LIMIT)
                 elif request is not None and finish.choice < len(request.sequences):
-                    self._finish(request.sequences[finish.choice])
+                    self._roster.finish(request.sequences[finish.choice])
             case CacheResetRequested(frontend, reset):
                 self._on_cache_reset(frontend, reset)
             case FrontendLost(frontend):
@@ -230,37 +204,14 @@ class Scheduler:
             failed = RequestFailed(message.handle, FailureCode.DEADLINE, "the deadline has passed")
             self._outputs.fail(frontend, failed)
             return
-        self._admit(self._intake.make_request(frontend, message, now), message, now)
+        self._roster.admit(self._intake.make_request(frontend, message, now), message, now)
 
     def _recovery_is_over(self, now: float) -> bool:
         return self._lost_at is not None and now >= self._lost_at + self._config.recovery_timeout_s
 
-    def _admit(self, request: Request, message: SubmitRequest, now: float) -> None:
-        finished = set(unpack_ints(message.finished_choices))
-        request.num_unfinished = len(request.sequences)
-        self._requests.add(request)
-        self._deadlines.add(request)
-        self._policy.on_admitted(request)
-        has_output = any(sequence.output_ids for sequence in request.sequences)
-        for sequence in request.sequences:
-            # The first choice computes the prompt for all, unless they have gone on from it already.
-            if sequence.choice == 0 or has_output:
-                self._waiting.add(sequence)
-            else:
-                sequence.status = Status.HELD
-        for sequence in request.sequences:
-            if sequence.choice in finished:
-                self._finish(sequence)
-            elif request.max_output_tokens == 0 and request.tells_prompt:
-                continue  # it ends when all is told
-            elif (reason := sequence.finish_reason()) is not None:
-                # Its last token arrived before the old session ended, but not the message that it was the last.
-                self._outputs.finish(sequence, reason, now)
-                self._finish(sequence)
-
     def _on_frontend_lost(self, frontend: SessionId) -> None:
         for request in self._requests.of_frontend(frontend):
-            self._end(request)
+            self._roster.end(request)
         self._outputs.drop(frontend)
 
     def _on_cache_reset(self, frontend: SessionId, message: ResetPrefixCache) -> None:
@@ -277,11 +228,11 @@ class Scheduler:
             for request in self._requests:
                 request.forget_keys()  # they are of blocks of another size
         planner = Planner(epoch, limits, self._waiting, self._policy, self._config.max_preemptions)
-        self._worker = _Worker(epoch, planner, Pipeline(self._config.pipeline_depth))
+        self._roster.worker = Worker(epoch, planner, Pipeline(self._config.pipeline_depth))
         self._lost_at = None
         for request in list(self._requests):
             if (reason := size_error(request, limits)) is not None:
-                self._fail(request, FailureCode.UNAVAILABLE, f"the new worker is smaller: {reason}")
+                self._roster.fail(request, FailureCode.UNAVAILABLE, f"the new worker is smaller: {reason}")
 
     def _give_up_worker(self, reason: str, now: float) -> None:
         if self._worker is not None:
@@ -291,7 +242,7 @@ class Scheduler:
     def _on_worker_lost(self, now: float) -> None:
         if (worker := self._worker) is None:
             return
-        self._worker = None
+        self._roster.worker = None
         self._lost_at = now
         for sequence in list(worker.planner.batch):
             if sequence.request.group is None:
@@ -302,14 +253,12 @@ class Scheduler:
         for request in self._requests:
             for sequence in request.sequences:
                 sequence.void_draws(through=0)  # of this epoch; the next one counts its plans from 1
-        self._num_steps += worker.pipeline.num_completed
-        self._num_preemptions += worker.planner.num_preemptions
-        self._num_recomputed_tokens += worker.planner.num_recomputed_tokens
+        self._totals.add(worker.planner, worker.pipeline)
 
     def _on_result(self, result: StepResult, now: float) -> None:
         worker = self._worker
         if worker is None or result.epoch != worker.epoch:
-            self._num_old_results += 1
+            self._totals.num_old_results += 1
             return
         try:
             matched = worker.pipeline.complete(result, now)
@@ -335,19 +284,12 @@ class Scheduler:
             if not is_live or matched.record.step <= s.void_through:
                 continue
             if told.first_position > request.num_prompt_told:
-                self._fail(request, FailureCode.INTERNAL, "log-probabilities of the prompt were lost")
+                self._roster.fail(request, FailureCode.INTERNAL, "log-probabilities of the prompt were lost")
                 continue
             self._outputs.tell_prompt(request, told)
             if request.max_output_tokens == 0 and not request.tells_prompt:
                 s.first_token_at = now
-                self._finish_all(request, FinishReason.LENGTH, now)
-
-    def _finish_all(self, request: Request, reason: FinishReason, now: float) -> None:
-        """End all choices that have not ended."""
-        for sequence in request.sequences:
-            if sequence.status is not Status.FINISHED:
-                self._outputs.finish(sequence, reason, now)
-        self._end(request)
+                self._roster.finish_all(request, FinishReason.LENGTH, now)
 
     def _on_tokens(self, matched: Matched, now: float) -> None:
         """Confirm the tokens of a step: one turn of this loop for each running sequence, so it is kept short."""
@@ -374,7 +316,7 @@ class Scheduler:
             emitted += (s.handle, s.choice, known - s.num_prompt, token)
             if (token in s.stop_ids or known >= s.plan_limit) and (reason := s.finish_reason()) is not None:
                 self._outputs.finish(s, reason, now)
-                self._finish(s)
+                self._roster.finish(s)
 
     def _fail_wrong_ids(
         self, record: PlanRecord, sequences: Several[Sequence], residencies: Several[int], tokens: Several[int]
@@ -385,36 +327,28 @@ class Scheduler:
         for s, residency, token in zip(sequences, residencies, tokens, strict=True):
             if not 0 <= token < vocab_size and record.counts(s, residency):
                 wrong = f"the worker drew id {token}, outside [0, {vocab_size})"
-                self._fail(s.request, FailureCode.INTERNAL, wrong)
+                self._roster.fail(s.request, FailureCode.INTERNAL, wrong)
 
     def _on_candidates(
-        self, request: Request, candidates: dict[Sequence, RowLogprobs], worker: _Worker, now: float
+        self, request: Request, candidates: dict[Sequence, RowLogprobs], worker: Worker, now: float
     ) -> None:
         """Let a search go on whose beams a step has computed."""
         vocab_size = self._limits.vocab_size if self._limits else 0
         if wrong := [i for c in candidates.values() for i in unpack_ints(c.top_ids) if not 0 <= i < vocab_size]:
-            self._fail(request, FailureCode.INTERNAL, f"the worker names id {wrong[0]}, outside [0, {vocab_size})")
+            self._roster.fail(
+                request, FailureCode.INTERNAL, f"the worker names id {wrong[0]}, outside [0, {vocab_size})"
+            )
         elif worker.planner.groups.choose(request, candidates, worker.pipeline.num_sent).is_over:
-            self._finish_search(request, now)
-
-    def _finish_search(self, request: Request, now: float, cut: FinishReason | None = None) -> None:
-        """End a search and give its best continuations; those that go on are cut for a reason, if there is one."""
-        found = group_of(request).search.best(request.num_choices, cut)
-        if len(found) < request.num_choices:
-            reason = f"the search has found {len(found)} of {request.num_choices} continuations"
-            self._fail(request, FailureCode.INTERNAL, reason)
-            return
-        self._outputs.answer(request, found, now)
-        self._end(request)
+            self._roster.finish_search(request, now)
 
     # Faults
 
-    def _on_faults(self, matched: Matched, worker: _Worker) -> None:
+    def _on_faults(self, matched: Matched, worker: Worker) -> None:
         found = sort_faults(matched)
         # Of all at once: one may have dropped what another published.
         suspect_blocks = worker.planner.cache.withdraw(found.broken, found.suspects)
         for request, reason in found.failing:
-            self._fail(request, FailureCode.INTERNAL, reason)
+            self._roster.fail(request, FailureCode.INTERNAL, reason)
         for s in found.again:
             for each in (s,) if s.request.group is None else s.request.sequences:
                 each.uses_cache = False
@@ -422,7 +356,7 @@ class Scheduler:
         for holder in worker.planner.holders(suspect_blocks):
             self._recompute(holder, worker)
 
-    def _recompute(self, sequence: Sequence, worker: _Worker) -> None:
+    def _recompute(self, sequence: Sequence, worker: Worker) -> None:
         """Drop a sequence's blocks and what is being drawn from them; its confirmed tokens stay."""
         if sequence.status is Status.FINISHED:  # its request has failed for another choice
             return
@@ -435,50 +369,6 @@ class Scheduler:
             worker.planner.remove(sequence, Status.WAITING, worker.pipeline.num_sent)
             self._waiting.add(sequence)
         sequence.void_draws(worker.pipeline.num_sent)
-
-    # Ends
-
-    def _finish(self, sequence: Sequence) -> None:
-        """End a choice, and its request with the last one."""
-        if sequence.status is Status.FINISHED:
-            return
-        self._withdraw(sequence)
-        request = sequence.request
-        request.num_unfinished -= 1
-        if request.num_unfinished == 0:
-            self._forget(request)
-        elif len(held := request.held) == request.num_unfinished:
-            # Who would have computed the prompt for them is gone: the next one does.
-            held[0].status = Status.WAITING
-            self._waiting.add(held[0])
-
-    def _end(self, request: Request) -> None:
-        """End a request without a word."""
-        if request.group is not None and self._worker is not None and request.group.beams:
-            self._worker.planner.groups.leave(request, Status.FINISHED, self._worker.pipeline.num_sent)
-        for sequence in request.sequences:
-            if sequence.status is not Status.FINISHED:
-                self._withdraw(sequence)
-        self._forget(request)
-
-    def _fail(self, request: Request, code: FailureCode, reason: str, retry_after_s: float = 0.0) -> None:
-        if self._requests.find(request.frontend, request.handle) is not request:
-            return  # it has failed for another choice
-        self._end(request)
-        self._outputs.fail(request.frontend, RequestFailed(request.handle, code, reason, retry_after_s))
-
-    def _withdraw(self, sequence: Sequence) -> None:
-        if sequence.status is Status.RUNNING and self._worker is not None:
-            self._worker.planner.remove(sequence, Status.FINISHED, self._worker.pipeline.num_sent)
-            return
-        if sequence.status is Status.WAITING:
-            self._waiting.remove(sequence)
-        sequence.status = Status.FINISHED
-
-    def _forget(self, request: Request) -> None:
-        self._requests.remove(request)
-        self._deadlines.remove(request)
-        self._policy.on_ended(request)
 
     # Plans
 
@@ -501,7 +391,7 @@ class Scheduler:
             sequence.first_planned_at = now
         if not sequence.request.is_started:
             num_cached = min(sequence.num_cached, sequence.num_prompt)
-            self._num_prompt_tokens += sequence.num_prompt
-            self._num_cached_prompt_tokens += num_cached
+            self._totals.num_prompt_tokens += sequence.num_prompt
+            self._totals.num_cached_prompt_tokens += num_cached
             self._requests.mark_started(sequence.request)
             self._outputs.start(sequence.request, num_cached, now)

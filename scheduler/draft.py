@@ -9,8 +9,8 @@ from octavo.scheduler.pipeline import Chunk, PlanRecord, PromptPart
 from octavo.scheduler.sequence import Request, Sequence
 from octavo.wire.codec import MAX_MESSAGE_BYTES
 from octavo.wire.columns import column_length, pack_ints
-from octavo.wire.ids import BlockId, Row
-from octavo.wire.plan import FLAG_SAMPLE, NewRow
+from octavo.wire.ids import BlockId, Row, SessionId
+from octavo.wire.plan import FLAG_SAMPLE, NewRow, StepPlan
 
 MAX_NEW_IDS = MAX_MESSAGE_BYTES // 8
 """Most column elements (4 bytes each) that the new rows of one plan bring, unless one row has more: half a message."""
@@ -127,6 +127,38 @@ class Draft:
             pack_ints([row_of(s) for s in self.sequences]),
             pack_ints(counts),
             pack_ints(flags),
+        )
+
+    def to_plan(
+        self,
+        epoch: SessionId,
+        columns: "Columns",
+        append_row: list[Row],
+        append_block: list[BlockId],
+        freed_rows: list[Row],
+    ) -> StepPlan:
+        """Return the plan as the worker is told it, with the blocks that tables have got and the rows that are free."""
+        rows, grammars = new_rows(self.entered)
+        return StepPlan(
+            epoch=epoch,
+            step=self.step,
+            row=columns.packed_rows,
+            num_tokens=columns.packed_counts,
+            flags=columns.packed_flags,
+            new_rows=rows,
+            grammars=grammars,
+            copy_row=pack_ints([row_of(s) for s in self.copies]),
+            copy_src=pack_ints([source for source, _ in self.copies.values()]),
+            copy_dst=pack_ints([target for _, target in self.copies.values()]),
+            append_row=pack_ints(append_row),
+            append_block=pack_ints(append_block),
+            fork_src=pack_ints([row_of(fork.source) for fork in self.forks]),
+            fork_dst=pack_ints([row_of(fork.target) for fork in self.forks]),
+            fork_choice=pack_ints([fork.target.choice for fork in self.forks]),
+            freed_rows=pack_ints(freed_rows),
+            beam_row=pack_ints([row_of(seat.beam) for seat in self.seats]),
+            beam_src=pack_ints([row_of(seat.source) for seat in self.seats]),
+            beam_token=pack_ints([seat.token for seat in self.seats]),
         )
 
     def record(self, columns: "Columns") -> PlanRecord:

@@ -11,7 +11,7 @@ from octavo.scheduler.batch import Batch
 from octavo.scheduler.blocks import BlockPool
 from octavo.scheduler.cache import PrefixCache
 from octavo.scheduler.config import Limits
-from octavo.scheduler.draft import MAX_NEW_IDS, Columns, Draft, Fork, new_rows, num_new_ids, row_of
+from octavo.scheduler.draft import MAX_NEW_IDS, Columns, Draft, Fork, num_new_ids, row_of
 from octavo.scheduler.errors import InvariantViolation
 from octavo.scheduler.groups import Groups, group_of, most_blocks, restart
 from octavo.scheduler.pipeline import PlanRecord
@@ -20,7 +20,6 @@ from octavo.scheduler.prefix import PrefixIndex
 from octavo.scheduler.queues import WaitingQueue
 from octavo.scheduler.sequence import Request, Sequence, Status
 from octavo.scheduler.tables import BlockTables
-from octavo.wire.columns import pack_ints
 from octavo.wire.ids import BlockId, Row, SessionId
 from octavo.wire.plan import StepPlan
 
@@ -376,28 +375,7 @@ class Planner:
             append_block += new_blocks
             s.num_blocks_sent = len(table)
         columns = self._columns(draft)
-        rows, grammars = new_rows(draft.entered)
-        plan = StepPlan(
-            epoch=self._epoch,
-            step=draft.step,
-            row=columns.packed_rows,
-            num_tokens=columns.packed_counts,
-            flags=columns.packed_flags,
-            new_rows=rows,
-            grammars=grammars,
-            copy_row=pack_ints([row_of(s) for s in draft.copies]),
-            copy_src=pack_ints([source for source, _ in draft.copies.values()]),
-            copy_dst=pack_ints([target for _, target in draft.copies.values()]),
-            append_row=pack_ints(append_row),
-            append_block=pack_ints(append_block),
-            fork_src=pack_ints([row_of(fork.source) for fork in draft.forks]),
-            fork_dst=pack_ints([row_of(fork.target) for fork in draft.forks]),
-            fork_choice=pack_ints([fork.target.choice for fork in draft.forks]),
-            freed_rows=pack_ints(self.batch.take_freed_rows()),
-            beam_row=pack_ints([row_of(seat.beam) for seat in draft.seats]),
-            beam_src=pack_ints([row_of(seat.source) for seat in draft.seats]),
-            beam_token=pack_ints([seat.token for seat in draft.seats]),
-        )
+        plan = draft.to_plan(self._epoch, columns, append_row, append_block, self.batch.take_freed_rows())
         self._policy.on_planned(columns.sequences, columns.counts)
         return BuiltPlan(plan, draft.record(columns), draft.entered + [fork.target for fork in draft.forks])
 

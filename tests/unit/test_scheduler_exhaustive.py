@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from octavo.scheduler.core import _Worker
 from octavo.scheduler.pipeline import PlanRecord
+from octavo.scheduler.roster import Worker
 from octavo.scheduler.sequence import Request, Status
 from octavo.scheduler.sequence import Sequence as Choice
 from octavo.scheduler.simulate.model import FaultRule, make_facts
@@ -142,7 +142,7 @@ class Play:
             self._model_state(worker, blocks),
         )
 
-    def _client_state(self, name: str, worker: _Worker | None, blocks: "_Names") -> Hashable:
+    def _client_state(self, name: str, worker: Worker | None, blocks: "_Names") -> Hashable:
         client = self.clients.get(name)
         if client is None:
             return None
@@ -155,7 +155,7 @@ class Play:
             request and self._request_state(request, worker, blocks),
         )
 
-    def _request_state(self, request: Request, worker: _Worker | None, blocks: "_Names") -> Hashable:
+    def _request_state(self, request: Request, worker: Worker | None, blocks: "_Names") -> Hashable:
         return (request.is_started, tuple(_sequence_state(s, worker, blocks) for s in request.sequences))
 
     def _record_state(self, record: PlanRecord, done: int) -> Hashable:
@@ -166,7 +166,7 @@ class Play:
             for s, residency, num in entries
         )
 
-    def _model_state(self, worker: _Worker, blocks: "_Names") -> Hashable:
+    def _model_state(self, worker: Worker, blocks: "_Names") -> Hashable:
         model = self.driver.model
         assert model is not None
         rows = tuple(
@@ -194,7 +194,7 @@ class _Names:
         return tuple(map(self.one, blocks))
 
 
-def _sequence_state(s: Choice, worker: _Worker | None, blocks: _Names) -> Hashable:
+def _sequence_state(s: Choice, worker: Worker | None, blocks: _Names) -> Hashable:
     if s.status is Status.FINISHED:
         return None
     counts = (s.num_known, s.num_expected, s.num_planned, s.num_confirmed, s.num_fast, s.num_blocks_sent, s.num_cached)
