@@ -6,11 +6,11 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from octavo.frontend.errors import InvalidArgument, ServiceError, abort, internal_error
 from octavo.frontend.large_messages import INLINE_BYTES, Unread, malformed
 from octavo.frontend.metadata import read_request_id
+from octavo.frontend.unknown_fields import check_known
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -48,17 +48,6 @@ def known(request: Incoming[M], kind: type[M]) -> M:
         raise malformed(kind)
     check_known(request, "")
     return request
-
-
-def check_known(message: Message, path: str) -> None:
-    """Check that a message has no field of its own (not of its submessages) that this version does not know.
-
-    Raises:
-        InvalidArgument: names the number of the field.
-    """
-    if len(unknown := UnknownFieldSet(message)):
-        number = unknown[0].field_number
-        raise InvalidArgument(f"field number {number} is not known to this version", field_path=path)
 
 
 async def answer(context: Context, work: Callable[[], Awaitable[T]], request_id: str | None = None) -> T:

@@ -15,7 +15,8 @@ import zmq
 
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.errors import Unavailable
-from octavo.frontend.streams import Stream, StreamTable
+from octavo.frontend.stream_table import StreamTable
+from octavo.frontend.streams import Stream
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S, DealerChannel
 from octavo.wire.codec import FromPeer, FromScheduler
 from octavo.wire.curve import load_peer_keys

@@ -19,9 +19,10 @@ from octavo.frontend.lifecycle import Lifecycle
 from octavo.frontend.long_prompts import refuse_by_beginning
 from octavo.frontend.model import ModelFiles
 from octavo.frontend.prompts import RenderedChat, check_chat, render_chat
-from octavo.frontend.rpc import Context, Incoming, answer, check_known, parse
+from octavo.frontend.rpc import Context, Incoming, answer, parse
 from octavo.frontend.tokenizer import ModelTokenizer
-from octavo.frontend.validation import Bounds, chat_messages, check_prompt_form, check_prompt_length, check_token_ids
+from octavo.frontend.unknown_fields import chat_messages, check_known
+from octavo.frontend.validation import Bounds, check_prompt_form, check_prompt_length, check_token_ids
 from octavo.v1 import generation_pb2
 from octavo.v1 import tokenizer_pb2 as pb
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
-from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from octavo.frontend.beams import check_beams
 from octavo.frontend.config import FrontendConfig
@@ -19,6 +17,7 @@ from octavo.frontend.errors import ContextLengthExceeded, InvalidArgument
 from octavo.frontend.model import SamplingDefaults
 from octavo.frontend.stopping import check_stop_strings, check_time_limit, check_token_limits
 from octavo.frontend.tools.definitions import num_tool_bytes
+from octavo.frontend.unknown_fields import check_known, submessages
 from octavo.v1 import generation_pb2 as pb
 from octavo.wire.columns import pack_floats, pack_ints
 from octavo.wire.plan import RowSampling
@@ -121,10 +120,8 @@ def check_params(request: pb.GenerationInput, bounds: Bounds) -> GenerationParam
     Raises:
         InvalidArgument: names field, value and limit.
     """
-    for path, message in _submessages(request):
-        if len(unknown := UnknownFieldSet(message)):
-            number = unknown[0].field_number
-            raise InvalidArgument(f"field number {number} is not known to this version", field_path=path)
+    for path, message in submessages(request):
+        check_known(message, path)
     sampling, stopping, output = request.sampling, request.stopping, request.output
     config = bounds.config
     num_choices = _integer("input.sampling.n", sampling.n, 1, config.max_n) if sampling.HasField("n") else 1
@@ -285,29 +282,6 @@ def _refuse_nul(text: str, path: str) -> None:
     """Refuse U+0000: in text it is a mistake, and some tokenizers end there."""
     if (place := text.find("\0")) >= 0:
         raise InvalidArgument(f"character {place} is NUL (U+0000), which no text holds", field_path=path)
-
-
-def _submessages(request: pb.GenerationInput) -> list[tuple[str, Message]]:
-    found: list[tuple[str, Message]] = [("input", request)]
-    for name in ("sampling", "stopping", "constraint", "output", "token_ids"):
-        if request.HasField(name):
-            found.append((f"input.{name}", getattr(request, name)))
-    if request.constraint.HasField("choice"):
-        found.append(("input.constraint.choice", request.constraint.choice))
-    if request.sampling.HasField("beam_search"):
-        found.append(("input.sampling.beam_search", request.sampling.beam_search))
-    return found + chat_messages(request.chat) if request.HasField("chat") else found
-
-
-def chat_messages(chat: pb.ChatPrompt) -> list[tuple[str, Message]]:
-    """Return a conversation and all messages in it, with their paths in a request."""
-    found: list[tuple[str, Message]] = [("input.chat", chat), ("input.chat.tool_choice", chat.tool_choice)]
-    found += [(f"input.chat.tools[{i}]", tool) for i, tool in enumerate(chat.tools)]
-    for i, message in enumerate(chat.messages):
-        path = f"input.chat.messages[{i}]"
-        found.append((path, message))
-        found += [(f"{path}.tool_calls[{j}]", call) for j, call in enumerate(message.tool_calls)]
-    return found
 
 
 def _row_sampling(

@@ -8,7 +8,7 @@ import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from octavo.frontend import errors, streams
+from octavo.frontend import errors, stream_table
 from octavo.wire.requests import FailureCode, RequestFailed
 
 RAISED = {
@@ -75,7 +75,9 @@ def test_a_retry_has_its_delay() -> None:
 
 def test_a_callers_own_limit_is_told_from_a_full_queue() -> None:
     figures = (("max_requests_per_caller", 4), ("requests", 4))
-    error = streams.FAILURES[FailureCode.CALLER_LIMIT](RequestFailed(1, FailureCode.CALLER_LIMIT, "why", 1.0, figures))
+    error = stream_table.FAILURES[FailureCode.CALLER_LIMIT](
+        RequestFailed(1, FailureCode.CALLER_LIMIT, "why", 1.0, figures)
+    )
     info = error_details_pb2.ErrorInfo()
     status = errors.to_status(error, "")
     details(status)["ErrorInfo"].Unpack(info)
@@ -104,6 +106,6 @@ def test_internal_errors_tell_the_log_alone(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.parametrize("code", list(FailureCode))
 def test_every_failure_of_the_scheduler_has_an_error(code: FailureCode) -> None:
-    error = streams.FAILURES[code](RequestFailed(1, code, "why", 3.0))
+    error = stream_table.FAILURES[code](RequestFailed(1, code, "why", 3.0))
     assert type(error) in errors.RULES
     assert "why" in str(error)
