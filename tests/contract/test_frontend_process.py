@@ -64,9 +64,17 @@ async def connected(port: int) -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
+async def until_serving(channel: grpc.aio.Channel) -> None:
+    """Wait until requests are taken."""
+    async for event in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=WAIT_S):
+        if event.status == health_pb2.HealthCheckResponse.SERVING:
+            return
+
+
 async def begin_stream(channel: grpc.aio.Channel, scheduler: ScriptedScheduler) -> tuple[object, SubmitRequest]:
     """Begin a stream, and read its Started."""
     await scheduler.session_begun()
+    await until_serving(channel)  # the frontend may not have read its welcome yet
     stub = generation_pb2_grpc.GenerationServiceStub(channel)
     call = stub.GenerateStream(pb.GenerateStreamRequest(input=parse(text="x")), timeout=WAIT_S)
     request = await scheduler.next(SubmitRequest)

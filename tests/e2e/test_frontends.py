@@ -52,13 +52,15 @@ class Pair(Service):
         raise AssertionError(f"{MAX_CHANNELS} connections, and not {each} at each frontend: {channels}")
 
     def http(self, path: str, body: Any = None, headers: dict[str, str] | None = None) -> str:
-        """Ask over a connection of its own."""
+        """Ask over a connection of its own; again if the system gave it to a process that just died."""
         data = None if body is None else json.dumps(body).encode()
         asked = urllib.request.Request(
             f"http://127.0.0.1:{self.http_port}{path}", data, {"content-type": "application/json"} | (headers or {})
         )
-        with urllib.request.urlopen(asked, timeout=60) as answer:
-            return str(answer.read().decode())
+        for _ in range(2):
+            with contextlib.suppress(ConnectionError), urllib.request.urlopen(asked, timeout=60) as answer:
+                return str(answer.read().decode())
+        raise AssertionError(f"{path}: twice no answer")
 
     def scrape(self) -> dict[tuple[str, ...], float]:
         """Return all metrics by name and labels' values, but for the model's."""

@@ -25,7 +25,7 @@ def lines_of(program: str) -> list[str]:
 
 
 def call(line: str, served: Served) -> str:
-    words = shlex.split(line, comments=True)
+    words = shlex.split(line.partition(" | ")[0], comments=True)
     program = shutil.which(words[0], path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if program is None:
         pytest.skip(f"{words[0]} is not installed")
@@ -66,6 +66,8 @@ def test_curl(served: Served, line: str) -> None:
     output = call(line, served)
     if '"stream": true' in line:
         assert output.rstrip().endswith("data: [DONE]")
+    elif " | grep " in line:
+        assert line.split()[-1] in output
     else:
         assert json.loads(output)
 

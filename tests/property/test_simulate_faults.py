@@ -190,7 +190,7 @@ def test_a_wrong_policy_of_ones_own_is_found(own: str, capsys: pytest.CaptureFix
     assert main(["faults", "--steps", "3000", "--policy", f"{own}:Equal"]) == 1
     out, err = capsys.readouterr()
     line = json.loads(out.splitlines()[-1])
-    assert line["violation_step"] > 0
+    assert "violation_step" in line  # it may be 0: two requests that come together suffice
     command = f"python -m octavo.scheduler.simulate faults --seed {line['seed']} --steps 3000 --policy {own}:Equal"
     assert f"\nreplay: {command}\n" in err
     assert main(command.split()[3:]) == 1
