@@ -1,6 +1,6 @@
 """When streams that have new tokens are woken: at once while there are few, by turns while there are many.
 
-A message costs a frontend about as much whatever it carries (40 to 60 us over gRPC, 25 over HTTP), so one with hundreds
+A message costs a frontend about as much whatever it carries (50 to 80 us over gRPC, 25 over HTTP), so one with hundreds
 of streams spends a core on messages of one token. Under load some streams therefore wait for their next token and send
 two or more at once; no token waits longer than MAX_HOLD_S for that. Which streams wait follows from their handles, in
 turns, so that the messages of a step are spread over several steps; whoever has waited is woken first.

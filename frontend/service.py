@@ -18,7 +18,7 @@ from octavo.v1 import generation_pb2 as pb
 
 MAX_CHUNK_TOKENS = 65536
 
-MESSAGE_COST_S = 50e-6
+MESSAGE_COST_S = 70e-6
 """CPU time of a message of a stream, about (benchmarks/frontend_cpu.py)."""
 
 T = TypeVar("T")
