@@ -27,7 +27,6 @@ _EXCLUDED: Mapping[str, Callable[[pb.GenerationInput], bool]] = {
     "input.constraint": lambda one: one.HasField("constraint"),
     "input.stopping.max_tokens": lambda one: one.stopping.HasField("max_tokens") and one.stopping.max_tokens == 0,
     "input.output.logprobs": lambda one: one.output.HasField("logprobs"),
-    "input.output.prompt_logprobs": lambda one: one.output.HasField("prompt_logprobs"),
 }
 
 

@@ -78,7 +78,7 @@ def check_ending(
         message = "the model names no end of sequence, with which a constrained output would end"
         raise InvalidArgument(message, field_path=constraint.path)
     if sampling.HasField("beam_search"):
-        raise InvalidArgument("beam search takes no constraint", field_path="input.sampling.beam_search")
+        raise InvalidArgument("a beam search excludes it", field_path=constraint.path)
 
 
 def _json_object(message: pb.OutputConstraint) -> str:

@@ -127,6 +127,7 @@ class Groups:
         beam.uses_cache, beam.num_preemptions = parent.uses_cache, parent.num_preemptions
         beam.first_planned_at, beam.first_token_at = parent.first_planned_at, parent.first_token_at
         beam.keys = list(parent.keys)
+        beam.first_told = beam.num_prompt
         return beam
 
     def _leave(self, beam: Sequence, status: Status, newest_step: int) -> None:

@@ -446,6 +446,7 @@ async def test_calls_that_must_be_made(open_doors: Open, scheduler: ScriptedSche
         ({"ignore_eos": True}, "ignore_eos"),
         ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice.function.name"),
         ({"tools": []}, "tool_choice"),
+        ({"use_beam_search": True, "n": 2}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]}, "tools"),
     ],
 )

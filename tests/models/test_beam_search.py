@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from octavo.scheduler.core import Scheduler
 from octavo.scheduler.events import RequestSubmitted, StepCompleted, WorkerReady
@@ -82,13 +83,13 @@ def runner(model: tuple[Path, Any]) -> EagerRunner:
 
 
 def theirs(
-    oracle: Any, width: int, n: int, beams: BeamParams, stops: list[int], min_tokens: int
+    oracle: Any, prompt: list[int], n: int, beams: BeamParams, stops: list[int], min_tokens: int = 0
 ) -> list[tuple[list[int], float]]:
     """Return transformers' ids and scores."""
     with torch.inference_mode():
         found = oracle.generate(
-            torch.tensor([PROMPT]),
-            num_beams=width,
+            torch.tensor([prompt]),
+            num_beams=beams.width,
             num_return_sequences=n,
             max_new_tokens=MAX_TOKENS,
             min_new_tokens=min_tokens or None,
@@ -101,7 +102,7 @@ def theirs(
             output_scores=True,
         )
     return [
-        (ids[len(PROMPT) :].tolist(), float(score))
+        (ids[len(prompt) :].tolist(), float(score))
         for ids, score in zip(found.sequences, found.sequences_scores, strict=True)
     ]
 
@@ -120,7 +121,7 @@ def test_ids_and_scores_are_those_of_transformers(
 ) -> None:
     beams = BeamParams(width, length_penalty, early_stopping)
     min_tokens = 3 if width == 3 else 0
-    expected = theirs(model[1], width, width, beams, stops, min_tokens)
+    expected = theirs(model[1], PROMPT, width, beams, stops, min_tokens)
     engine = Engine(runner)
     engine.run(search(1, PROMPT, width, beams, stops, min_tokens))
     for choice, (ids, score) in enumerate(expected):
@@ -144,3 +145,17 @@ def test_searches_beside_each_other_do_not_change_each_other(runner: EagerRunner
     together.run(*(search(handle, prompt, 2, BeamParams(2), [7]) for handle, prompt in prompts.items()))
     found = {h: [together.received.tokens[h, choice] for choice in range(2)] for h in prompts}
     assert found == alone
+
+
+def test_log_probabilities_of_the_prompt_are_those_of_a_draw(runner: EagerRunner) -> None:
+    engine = Engine(runner)
+    searching = search(1, PROMPT, 2, BeamParams(3), [7])
+    telling = replace(searching, sampling=replace(searching.sampling, prompt_logprobs=2))
+    drawing = replace(telling, handle=2, num_choices=1, beams=None)
+    engine.run(telling, drawing)
+    engine.run(replace(searching, handle=3))
+    parts = {handle: [replace(part, of=0) for part in engine.received.prompts[handle]] for handle in (1, 2)}
+    assert sum(part.count for part in parts[1]) == len(PROMPT) - 1
+    assert parts[1] == parts[2]
+    for choice in range(2):
+        assert engine.received.tokens[1, choice] == engine.received.tokens[3, choice]

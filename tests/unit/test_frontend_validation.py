@@ -128,6 +128,7 @@ def test_bad_parameters_are_named(fields: dict[str, Any], path: str, value: str,
         ({"sampling": {"allowedTokenIds": [5]}}, "input.sampling.allowed_token_ids"),
         ({"stopping": {"stopStrings": ["x"]}}, "input.stopping.stop_strings"),
         ({"output": {"logprobs": 0}}, "input.output.logprobs"),
+        ({"stopping": {"maxTokens": 0}, "output": {"promptLogprobs": 0}}, "input.stopping.max_tokens"),
     ],
 )
 def test_a_search_excludes_what_shapes_a_draw(fields: dict[str, Any], path: str) -> None:

@@ -516,7 +516,8 @@ class SamplingParams(_message.Message):
     def beam_search(self) -> Global___BeamSearch:
         """Set: not drawn, but searched for the likeliest continuations, which come at the end of the search. Excludes whatever
         else is set to shape a draw (temperature above 0, filters, penalties, biases, allowed ids, bad words), stop strings,
-        a constraint and log-probabilities; the model's own defaults of these do not count.
+        a constraint, calls that must be made (tool_choice) and log-probabilities of the output; the model's own defaults of
+        these do not count.
         """
 
     def __init__(
