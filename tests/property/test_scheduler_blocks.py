@@ -100,7 +100,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 class TablesMachine(RuleBasedStateMachine):
-    """Growth, forks, copies, hits and reservations as a planner makes them, and what the blocks hold by then.
+    """Growth, forks, copies, hits, reservations and beams as a planner makes them, and what the blocks hold by then.
 
     Every token ever written is another number, so a table that names a wrong block reads something else.
     """
@@ -111,7 +111,8 @@ class TablesMachine(RuleBasedStateMachine):
         self.tables, self.pool, self.index = make_tables(num_blocks, block_size)
         self.free = self.pool.free_blocks()
         self.tokens: dict[int, list[int]] = {}
-        self.reserved: dict[int, int] = {}
+        self.reserved: dict[int, int] = {}  # by number, of a group by that of its first beam
+        self.groups: dict[int, set[int]] = {}  # beams that have tables, by the first beam's number
         self.content: dict[BlockId, list[int]] = {}
         self.published: set[BlockId] = set()
         self.pinned: list[BlockId] = []
@@ -128,8 +129,15 @@ class TablesMachine(RuleBasedStateMachine):
     def holders(self, block: BlockId) -> list[int]:
         return [n for n in self.tokens if block in self.tables.table(n)]
 
-    def drawn_number(self, data: st.DataObject) -> int:
-        return data.draw(st.sampled_from(sorted(self.tokens)))
+    def account(self, number: int) -> int:
+        """Return by whose number blocks are reserved for a sequence."""
+        return next((first for first, beams in self.groups.items() if number in beams), number)
+
+    def is_alone(self, number: int) -> bool:
+        return self.account(number) not in self.groups
+
+    def alone(self) -> list[int]:
+        return [number for number in sorted(self.tokens) if self.is_alone(number)]
 
     def taken(self, block: BlockId) -> None:
         assert block == self.free.pop(0)
@@ -171,10 +179,10 @@ class TablesMachine(RuleBasedStateMachine):
         if is_protected:
             self.reserved[number] = more
 
-    @precondition(lambda self: bool(set(self.tokens) - set(self.reserved)))
+    @precondition(lambda self: bool(set(self.alone()) - set(self.reserved)))
     @rule(data=st.data(), num_targets=st.integers(1, 3))
     def fork(self, data: st.DataObject, num_targets: int) -> None:
-        source = data.draw(st.sampled_from(sorted(set(self.tokens) - set(self.reserved))))
+        source = data.draw(st.sampled_from(sorted(set(self.alone()) - set(self.reserved))))
         for target in [next(self.numbers) for _ in range(num_targets)]:
             self.tables.fork(source, target)
             self.tokens[target] = list(self.tokens[source])
@@ -186,6 +194,9 @@ class TablesMachine(RuleBasedStateMachine):
         numbers = st.permutations(sorted(self.tokens))
         for number in data.draw(numbers)[: data.draw(st.sampled_from([1, 3, 99]))]:
             self.grow(number, data.draw(st.integers(1, most)))
+        self.unpin()
+
+    def unpin(self) -> None:
         for block in self.pinned:
             if not self.holders(block) and block not in self.free:
                 self.given_back(block)
@@ -193,14 +204,19 @@ class TablesMachine(RuleBasedStateMachine):
         self.tables.unpin()
 
     def grow(self, number: int, more: int) -> None:
-        begin = len(self.tokens[number])
-        if number in self.reserved:
+        begin, account = len(self.tokens[number]), self.account(number)
+        if account in self.reserved and self.is_alone(number):
             more = min(more, (self.blocks_for(begin) + self.reserved[number]) * self.size - begin)
         end = begin + more
         copies = begin % self.size > 0 and len(self.holders(self.tables.table(number)[-1])) > 1
         assert self.tables.must_copy(number, begin) == copies
         missing = self.blocks_for(end) - self.blocks_for(begin) + copies
-        can = missing <= 0 or missing <= max(self.reserved.get(number, 0), self.available())
+        if account in self.reserved and missing > self.reserved[account]:
+            return  # whatever a protected group can ever need is reserved for it
+        assert self.tables.can_have(number, missing) == (
+            missing <= max(self.reserved.get(account, 0), self.available())
+        )
+        can = missing <= 0 or missing <= max(self.reserved.get(account, 0), self.available())
         assert self.tables.can_grow(number, begin, end) == can
         if not can:
             return
@@ -221,8 +237,8 @@ class TablesMachine(RuleBasedStateMachine):
             assert len(self.content[block]) == position % self.size
             self.content[block].append(token)
             self.tokens[number].append(token)
-        if number in self.reserved:
-            self.reserved[number] -= missing
+        if account in self.reserved:
+            self.reserved[account] -= missing
 
     @precondition(lambda self: any(len(ids) >= self.size for ids in self.tokens.values()))
     @rule(data=st.data())
@@ -244,15 +260,58 @@ class TablesMachine(RuleBasedStateMachine):
             self.free.remove(block)
             self.free.insert(0, block)
 
-    @precondition(lambda self: self.tokens)
+    @precondition(lambda self: self.alone())
+    @rule(data=st.data())
+    def begin_group(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(self.alone()))
+        self.tables.begin_group(number)
+        self.groups[number] = {number}
+
+    @precondition(lambda self: self.groups)
+    @rule(data=st.data(), most=st.integers(1, 5))
+    def reseat(self, data: st.DataObject, most: int) -> None:
+        """Some beams of a group leave, the others go on, and new ones begin from them, as far as there are blocks."""
+        first = data.draw(st.sampled_from(sorted(self.groups)))
+        beams = self.groups[first]
+        stay = data.draw(st.lists(st.sampled_from(sorted(beams)), unique=True, min_size=1))
+        for number in sorted(beams - set(stay)):
+            self.leave(number)
+        parents = data.draw(st.lists(st.sampled_from(stay), max_size=most))
+        for parent, beam in zip(parents, self.numbers, strict=False):
+            self.tables.fork(parent, beam)
+            self.tokens[beam] = list(self.tokens[parent])
+            beams.add(beam)
+        for number in sorted(beams):
+            self.grow(number, 1)
+        self.unpin()
+
+    @precondition(lambda self: self.groups)
+    @rule(data=st.data())
+    def end_group(self, data: st.DataObject) -> None:
+        first = data.draw(st.sampled_from(sorted(self.groups)))
+        for number in data.draw(st.permutations(sorted(self.groups[first]))):
+            self.leave(number)
+        self.tables.end_group(first)
+        del self.groups[first]
+        self.reserved.pop(first, None)
+
+    @precondition(lambda self: self.alone())
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        number = self.drawn_number(data)
+        number = data.draw(st.sampled_from(self.alone()))
+        self.leave(number)
+        self.reserved.pop(number, None)
+
+    def leave(self, number: int) -> None:
         freed = [b for b in reversed(self.tables.table(number)) if self.holders(b) == [number]]
         assert next(self.tables.gains([number], ())) == len(freed)
         self.tables.release(number)
         del self.tokens[number]
-        self.reserved.pop(number, None)
+        if not self.is_alone(number):
+            first = self.account(number)
+            self.groups[first].remove(number)
+            if first in self.reserved:
+                self.reserved[first] += len(freed)
         for block in freed:
             self.given_back(block)
 
@@ -263,7 +322,7 @@ class TablesMachine(RuleBasedStateMachine):
         for number, ids in self.tokens.items():
             read = [token for block in self.tables.table(number) for token in self.content[block]]
             assert read == ids
-            assert self.tables.is_protected(number) == (number in self.reserved)
+            assert self.tables.is_protected(number) == (self.account(number) in self.reserved)
         assert self.pool.free_blocks() == self.free, "what can be found is taken last, least recently used first"
         assert self.tables.num_available == self.available()
         assert len(self.index) == len(self.published)
