@@ -106,6 +106,9 @@ CASES: dict[str, dict[str, Any]] = {
     "echo": {"temperature": 0, "echo": True, "stop": ["q"]},
     "echo with log-probabilities": {"seed": 14, "echo": True, "logprobs": 2, "n": 2},
     "nothing but echo": {"max_tokens": 0, "echo": True},
+    "beams": {"use_beam_search": True, "n": 3, "length_penalty": 0.5},
+    "beams with prompt log-probabilities": {"use_beam_search": True, "n": 2, "prompt_logprobs": 1},
+    "beams and echo": {"use_beam_search": True, "n": 2, "early_stopping": True, "echo": True},
 }
 TEXT_ONLY = {name for name, case in CASES.items() if "echo" in case}
 """A chat's echo is another thing over HTTP than through gRPC."""
@@ -142,6 +145,11 @@ def grpc_input(case: dict[str, Any], chat: bool) -> pb.GenerationInput:
             ((kind, form),) = value.items()
             kind, form = ("json_schema", json.dumps(form)) if kind == "json" else (kind, form)
             fields["constraint"] = {kind: {"values": form} if kind == "choice" else form}
+        elif name == "use_beam_search":
+            search = {key: case[key] for key in ("length_penalty", "early_stopping") if key in case}
+            fields["sampling"]["beam_search"] = {"width": case["n"]} | search
+        elif name in ("length_penalty", "early_stopping"):
+            continue
         elif name == "response_format":
             has_schema = value["type"] == "json_schema"
             schema = json.dumps(value["json_schema"]["schema"]) if has_schema else ""
@@ -294,6 +302,25 @@ def test_every_door_answers_the_same(door: Door, name: str, chat: bool) -> None:
         if through is through_http_stream and "prompt_logprobs" in case:
             continue  # refused there, as vLLM has it
         assert through(door, case, chat) == expected, through.__name__
+
+
+def bytes_of(entries: Any) -> list[Any]:
+    return [
+        (one.token_id, one.raw, one.rank, [(top.token_id, top.raw, top.rank) for top in one.top]) for one in entries
+    ]
+
+
+@pytest.mark.parametrize("name", ["log-probabilities", "log-probabilities of choices"])
+def test_bytes_of_tokens_are_the_same_whole_and_streamed(door: Door, name: str) -> None:
+    asked, streamed = grpc_input(CASES[name], chat=False), Collected()
+    whole = door.service.generation.Generate(pb.GenerateRequest(input=asked), timeout=60)
+    for event in door.service.generation.GenerateStream(pb.GenerateStreamRequest(input=asked), timeout=60):
+        streamed.add(event)
+    for choice in whole.choices:
+        told = bytes_of(choice.logprobs)
+        assert told == bytes_of(streamed.logprobs[choice.index])
+        assert len(told) == len(choice.token_ids)
+        assert all(raw and all(other for _, other, _ in top) for _, raw, _, top in told)
 
 
 REFUSALS: dict[str, dict[str, Any]] = {
