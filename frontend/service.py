@@ -13,7 +13,7 @@ from octavo.frontend.health import GENERATION_SERVICE
 from octavo.frontend.model import ModelFiles
 from octavo.frontend.responses import delta_event, finished_event, prompt_events, started_event, whole_response
 from octavo.frontend.rpc import Context, Incoming, answer, parse
-from octavo.frontend.streams import Stream
+from octavo.frontend.streams import Stream, Writing
 from octavo.v1 import generation_pb2 as pb
 
 MAX_CHUNK_TOKENS = 65536
@@ -76,14 +76,12 @@ class GenerationServicer:
         await self._answer(context, work)
 
     async def _send_all(self, stream: Stream, model: ModelFiles, context: Context, request_id: str, limit: int) -> None:
-        task = asyncio.current_task()
-        interrupt = task.cancel if task is not None else None
+        writing = Writing(stream)
         num_running = len(stream.choices)
         started = False
         while num_running:
             await stream.changed()
-            stream.interrupt = interrupt
-            try:
+            with writing:
                 if not started and stream.started:
                     started = True
                     await context.write(started_event(stream, request_id, self._config.served_model_names[0]))
@@ -96,13 +94,6 @@ class GenerationServicer:
                         num_running -= 1
                         event = finished_event(stream, *item, is_last=num_running == 0)
                     await context.write(event)
-            except asyncio.CancelledError:
-                if stream.error is None or task is None:
-                    raise
-                # The stream itself interrupted a write that a slow client blocks; it is not the caller going away.
-                task.uncancel()
-            finally:
-                stream.interrupt = None
             if stream.error is not None:
                 raise stream.error
 

@@ -335,3 +335,28 @@ class Stream:
         self._news = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class Writing:
+    """Entered while what a stream has is written: then the stream can interrupt the task, where a slow client blocks a write.
+
+    Such an interruption is swallowed, and the stream's error is left to be raised; any other cancellation goes on.
+    """
+
+    __slots__ = ("_stream", "_task")
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._task = asyncio.current_task()
+
+    def __enter__(self) -> None:
+        self._stream.interrupt = self._task.cancel if self._task is not None else None
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> bool:
+        self._stream.interrupt = None
+        is_own = isinstance(error, asyncio.CancelledError) and self._stream.error is not None
+        if not is_own or self._task is None:
+            return False
+        # The stream itself interrupted the write; it is not the caller going away.
+        self._task.uncancel()
+        return True

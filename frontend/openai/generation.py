@@ -19,6 +19,7 @@ from octavo.frontend.openai.translate import (
     translate_chat,
     translate_completion,
 )
+from octavo.frontend.streams import Writing
 
 EVENT_COST_S = 25e-6
 """CPU time of an event of a stream, about (benchmarks/frontend_cpu.py)."""
@@ -128,14 +129,12 @@ async def _wait(part: Part) -> None:
 
 async def _send_all(part: Part, answer: Answer, call: HttpCall) -> None:
     """Send what is new of one prompt's choices until all of them have ended; one event carries all of a choice."""
-    stream, task = part.stream, asyncio.current_task()
-    interrupt = task.cancel if task is not None else None
+    stream, writing = part.stream, Writing(part.stream)
     num_running = len(stream.choices)
     started = False
     while num_running:
         await stream.changed()
-        stream.interrupt = interrupt
-        try:
+        with writing:
             events = b""
             if not started and stream.started:
                 started = True
@@ -150,12 +149,5 @@ async def _send_all(part: Part, answer: Answer, call: HttpCall) -> None:
                     events += answer.ended(part, *item)
             if events:
                 await call.send_events(events)
-        except asyncio.CancelledError:
-            if stream.error is None or task is None:
-                raise
-            # The stream itself interrupted a write that a slow client blocks; it is not the client going away.
-            task.uncancel()
-        finally:
-            stream.interrupt = None
         if stream.error is not None:
             raise stream.error
