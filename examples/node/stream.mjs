@@ -2,6 +2,8 @@
 //
 //   cd examples/node && npm install
 //   node stream.mjs "What is the capital of France?" [127.0.0.1:50051]
+//
+// OCTAVO_ADDRESS gives the address as well, OCTAVO_API_KEY the key where the service asks for one.
 
 import { fileURLToPath } from "node:url";
 import grpc from "@grpc/grpc-js";

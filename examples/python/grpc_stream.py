@@ -1,10 +1,13 @@
 """Stream a chat over gRPC, with grpc.aio and the stubs that are installed with Octavo.
 
 python examples/python/grpc_stream.py [--address 127.0.0.1:50051] "What is the capital of France?"
+
+OCTAVO_ADDRESS gives the address as well, OCTAVO_API_KEY the key where the service asks for one.
 """
 
 import argparse
 import asyncio
+import os
 import sys
 
 import grpc
@@ -23,10 +26,13 @@ async def stream(address: str, question: str, max_tokens: int) -> None:
             stopping=pb.StoppingParams(max_tokens=max_tokens),
         )
     )
+    metadata = [("x-request-id", "an-example")]
+    if key := os.environ.get("OCTAVO_API_KEY"):
+        metadata.append(("authorization", f"Bearer {key}"))
     async with grpc.aio.insecure_channel(address) as channel:
         stub = rpc.GenerationServiceStub(channel)
         # The deadline travels with the call: when it is over, the service stops working on the request.
-        async for event in stub.GenerateStream(request, timeout=120, metadata=[("x-request-id", "an-example")]):
+        async for event in stub.GenerateStream(request, timeout=120, metadata=metadata):
             match event.WhichOneof("event"):
                 case "started":
                     print(f"[{event.started.request_id}: {event.started.prompt_tokens} tokens]", file=sys.stderr)
@@ -54,7 +60,7 @@ def explain(error: grpc.aio.AioRpcError) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("question")
-    parser.add_argument("--address", default="127.0.0.1:50051")
+    parser.add_argument("--address", default=os.environ.get("OCTAVO_ADDRESS", "127.0.0.1:50051"))
     parser.add_argument("--max-tokens", type=int, default=128)
     arguments = parser.parse_args()
     try:

@@ -2,6 +2,8 @@
 
 pip install openai
 python examples/python/openai_client.py [--base-url http://127.0.0.1:8000/v1] "What is the capital of France?"
+
+OpenAI's API has a port of its own: --base-url gives it, OCTAVO_API_KEY the key where the service asks for one.
 """
 
 import argparse

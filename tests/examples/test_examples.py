@@ -6,8 +6,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
 from tests.examples.conftest import Served
@@ -65,6 +68,28 @@ def test_python_grpc_explains_a_refusal(served: Served) -> None:
     assert done.returncode == 1
     assert "INVALID_ARGUMENT" in done.stderr
     assert "input.stopping.max_tokens" in done.stderr
+
+
+def test_python_grpc_takes_address_and_key_from_the_environment() -> None:
+    """As the others do; the fake service keeps what it is sent, and ends the stream."""
+    sent: dict[str, str | bytes] = {}
+
+    def stream(_request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        sent.update(dict(context.invocation_metadata()))
+        yield from ()
+
+    method = grpc.unary_stream_rpc_method_handler(stream)
+    service = grpc.method_handlers_generic_handler("octavo.v1.GenerationService", {"GenerateStream": method})
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[service])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        script = str(EXAMPLES / "python/grpc_stream.py")
+        done = run(sys.executable, script, QUESTION, OCTAVO_ADDRESS=address, OCTAVO_API_KEY="0123456789abcdef")
+    finally:
+        server.stop(None)
+    assert done.returncode == 0, done.stderr
+    assert sent["authorization"] == "Bearer 0123456789abcdef"
 
 
 def test_python_openai(served: Served) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from octavo.cli.checkpoint import INDEX_FILE, SINGLE_FILE, read_checkpoint
 from octavo.cli.errors import CommandError
 from octavo.cli.main import build
+from tests.support import tool_templates
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -108,6 +109,32 @@ def test_inspect_describes_the_demo_model(demo_model: Path) -> None:
     ):
         assert words in text
     assert text.splitlines()[-1] == "would run"
+    assert row_of(text, "tools").startswith("no: the template does not show them")
+    assert row_of(text, "reasoning") == "no"
+
+
+def row_of(text: str, name: str) -> str:
+    (found,) = (line.strip().removeprefix(name).strip() for line in text.splitlines() if line.split()[:1] == [name])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        (tool_templates.HERMES, "yes (--tool-call-parser hermes)", "no"),
+        (tool_templates.THINKING, "yes (--tool-call-parser hermes)", "yes (--reasoning-parser qwen3)"),
+        (tool_templates.LLAMA, "yes (--tool-call-parser llama3_json)", "no"),
+        ("{{ tools }}", "the form of calls is not known: name it with --tool-call-parser", "no"),
+    ],
+)
+def test_inspect_tells_which_parsers_apply(
+    demo_model: Path, tmp_path: Path, template: str, tools: str, reasoning: str
+) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(demo_model / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    _, text = run("inspect", str(tmp_path))
+    assert (row_of(text, "tools"), row_of(text, "reasoning")) == (tools, reasoning)
 
 
 def test_inspect_says_why_a_model_would_not_run(demo_model: Path, tmp_path: Path) -> None:
