@@ -158,7 +158,7 @@ def translate_completion(body: CompletionBody, config: FrontendConfig) -> Transl
     Raises:
         HttpError: a field asks for what is not served, or there are too many choices.
     """
-    _refuse_unserved(body, {**_UNSERVED, **_UNSERVED_IN_COMPLETIONS})
+    _refuse_unserved(body, _UNSERVED_IN_COMPLETIONS)
     prompts = _prompts(body.prompt)
     if body.n == 0:
         raise bad_field("n", f"0 must be from 1 to {config.max_n}")
@@ -184,7 +184,7 @@ def translate_chat(body: ChatBody) -> Translation:
     Raises:
         HttpError: a field asks for what is not served.
     """
-    _refuse_unserved(body, {**_UNSERVED, **_UNSERVED_IN_CHATS})
+    _refuse_unserved(body, _UNSERVED_IN_CHATS)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_field("top_logprobs", "logprobs must be true")
     one = _common(body)
@@ -352,7 +352,6 @@ def _is_choice(value: object) -> bool:
 
 _Asks: TypeAlias = Callable[[Any], bool]
 
-_UNSERVED: Mapping[str, tuple[_Asks, str]] = {}
 _UNSERVED_IN_COMPLETIONS: Mapping[str, tuple[_Asks, str]] = {
     "best_of": (lambda value: value not in (None, 1), "only 1 is served"),
     "suffix": (_given, "it is not served"),

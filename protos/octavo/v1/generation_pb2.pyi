@@ -1167,7 +1167,9 @@ Global___Choice: _TypeAlias = Choice  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):
-    """TokenLogprob is a generated token with its log-probability under the raw logits."""
+    """TokenLogprob is a token with its log-probability under the raw logits, of which ids that only pad the vocabulary are no
+    part.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
