@@ -1,8 +1,10 @@
 """Where things live: models under OCTAVO_HOME, sockets in a private runtime folder."""
 
+import contextlib
 import os
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from octavo.cli.errors import ConfigurationError
@@ -93,6 +95,26 @@ def metrics_folder(service: int) -> Path:
     except OSError as error:
         raise ConfigurationError(f"the folder of metrics {folder} cannot be used: {error.strerror}") from error
     return folder
+
+
+def remove_left(service: int, sockets: Iterable[str]) -> None:
+    """Remove what the frontends of a service that has ended left: their sockets, and the folder where they counted.
+
+    The scheduler removes its own.
+
+    Args:
+        service: as for `metrics_folder`.
+        sockets: paths; what is not there, or is no socket, is left alone.
+    """
+    for path in map(Path, sockets):
+        if path.is_socket():
+            path.unlink(missing_ok=True)
+    folder = runtime_folder() / f"metrics-{service}"
+    for left in folder.glob("*.metrics"):
+        left.unlink(missing_ok=True)
+    if folder.is_dir():
+        with contextlib.suppress(OSError):  # somebody else's files are in it
+            folder.rmdir()
 
 
 def check_socket_paths(folder: Path) -> None:

@@ -23,6 +23,7 @@ from octavo.cli.places import (
     default_scheduler_address,
     metrics_folder,
     private_socket,
+    remove_left,
     runtime_folder,
 )
 from octavo.cli.ports import check_port, hold_port
@@ -167,6 +168,7 @@ def serve(
     try:
         sys.exit(asyncio.run(_run(supervisor, announcement)))
     finally:
+        remove_left(grpc_port, filter(None, [access.local_socket, *(child.live_socket for child in children)]))
         ports.close()
 
 

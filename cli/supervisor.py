@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from octavo.cli.program import OCTAVO, SECRET_VARIABLES
 from octavo.cli.watchdog import until_stalled
+from octavo.wire.signals import stop_signals
 
 logger = logging.getLogger(__name__)
 
@@ -94,20 +95,22 @@ class Supervisor:
     async def run(self) -> int:
         """Keep the children alive until a signal or a configuration error; return the exit code."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        numbers = stop_signals()
+        for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
         watches = {spec.name: asyncio.create_task(self._keep_alive(spec)) for spec in self._specs}
         try:
             await self._stopping.wait()
             await self._end_children(watches)
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in numbers:
                 loop.remove_signal_handler(number)
         return self._exit_code
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stopping.is_set():
-            self._signal_all(signal.SIGKILL)
+            if number != signal.SIGHUP:
+                self._signal_all(signal.SIGKILL)
         else:
             logger.info(
                 "%s: running requests get %g s to end; a second signal ends them now", number.name, self._grace_s

@@ -15,6 +15,7 @@ from octavo.frontend.server import Frontend
 from octavo.frontend.tls import TlsError
 from octavo.frontend.tokenizer import ModelFilesError
 from octavo.wire.errors import WireError
+from octavo.wire.signals import stop_signals
 
 SWITCH_INTERVAL_S = 0.001
 """How long the event loop may keep the interpreter from a thread that has tokenised; Python's default is 5 ms."""
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(config: FrontendConfig) -> int:
-    """Serve until SIGTERM or SIGINT (drains; a second one stops at once); return the exit status.
+    """Serve until SIGTERM, SIGINT or SIGHUP (drains; a second one stops at once); return the exit status.
 
     EXIT_OK after a stop by signal; EXIT_FAILED if it cannot listen; EXIT_CONFIGURATION if certificates or model folder are
     not as they should be or the scheduler refuses this frontend. The log says why.
@@ -51,12 +52,15 @@ def _raise_file_limit() -> None:
 async def _serve(config: FrontendConfig) -> int:
     stop, stop_now = asyncio.Event(), asyncio.Event()
 
-    def on_signal() -> None:
-        (stop_now if stop.is_set() else stop).set()
+    def on_signal(number: signal.Signals) -> None:
+        if not stop.is_set():
+            stop.set()
+        elif number != signal.SIGHUP:
+            stop_now.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    for number in stop_signals():
+        loop.add_signal_handler(number, on_signal, number)
     try:
         frontend = Frontend(config)
     except MetricsError as error:

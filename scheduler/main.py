@@ -9,6 +9,7 @@ from types import FrameType
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.loop import Loop
 from octavo.wire.errors import AddressInUse, WireError
+from octavo.wire.signals import stop_signals
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -19,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(config: SchedulerConfig) -> int:
-    """Run the scheduler in the main thread until SIGTERM or SIGINT; return the exit code.
+    """Run the scheduler in the main thread until SIGTERM, SIGINT or SIGHUP; return the exit code.
 
     The first signal says Goodbye to all peers and returns 0, a second one ends the process at once.
     """
@@ -35,12 +36,14 @@ def run(config: SchedulerConfig) -> int:
     received: list[int] = []
 
     def on_signal(number: int, _: FrameType | None) -> None:
+        if received and number == signal.SIGHUP:
+            return
         if received:
             os._exit(128 + number)
         received.append(number)
         loop.stop()
 
-    old_handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    old_handlers = {number: signal.signal(number, on_signal) for number in stop_signals()}
     # A signal that arrives during the poll ends the poll, whichever thread the system hands it to.
     old_wake_fd = signal.set_wakeup_fd(loop.wake_fd, warn_on_full_buffer=False)
     try:

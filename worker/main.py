@@ -28,7 +28,7 @@ EXIT_CONFIGURATION = 2
 
 
 def run(config: WorkerConfig) -> int:
-    """Load the model and serve plans until SIGTERM or SIGINT; return the exit code."""
+    """Load the model and serve plans until SIGTERM, SIGINT or SIGHUP; return the exit code."""
     try:
         with StopSignal() as stop, zmq.Context() as context:
             _serve(config, stop, context)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from octavo.v1 import generation_pb2 as pb
-from tests.support.service import Answer, Service, assert_gone, request
+from tests.support.service import OCTAVO, Answer, Service, assert_gone, request
 
 MakeService = Callable[[], Service]
 
@@ -39,7 +40,29 @@ def test_sigterm_drains_and_exits_with_0(running: Service) -> None:
             running.process.send_signal(signal.SIGTERM)
     assert len(answer.ids) == LONG
     assert answer.finished is not None
-    assert running.stop() == [0]
+    assert running.process.wait(30) == 0
+    assert left_by(running) == []
+
+
+def left_by(service: Service) -> list[Path]:
+    return list(Path(service.environment["OCTAVO_RUNTIME_DIR"]).iterdir())
+
+
+def test_a_terminal_that_vanishes_ends_the_service_in_order(make_service: MakeService, demo_model: Path) -> None:
+    service = make_service()
+    master, slave = os.openpty()
+    flags = ("--backend", "cpu", "--http-port", "0", "--num-frontends", "2", "--log-level", "warning")
+    command = (*OCTAVO, "serve", str(demo_model), "--grpc-port", service.address.rpartition(":")[2], *flags)
+    # The first terminal that the leader of a session opens becomes its own.
+    words = ("sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', os.ttyname(slave), *command)
+    service.processes.append(subprocess.Popen(words, env=service.environment, start_new_session=True))
+    os.close(slave)
+    service.wait_until_ready()
+    family = service.family()
+    os.close(master)
+    assert service.process.wait(30) == 0
+    assert_gone(family)
+    assert left_by(service) == []
 
 
 @pytest.mark.parametrize("role", ["worker", "scheduler"])

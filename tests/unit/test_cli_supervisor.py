@@ -117,7 +117,7 @@ async def test_the_delay_doubles_up_to_its_bound(
     assert delays == ["0 s", "0.001 s", "0.002 s", "0.004 s", "0.004 s", "0.004 s"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_a_signal_ends_the_frontend_before_the_others(log: Path, number: signal.Signals) -> None:
     """The frontend's streams need scheduler and worker until they have drained."""
     service = supervise(log, {"scheduler": ["wait"], "worker": ["wait"], FRONTEND: ["wait"]})
@@ -149,6 +149,36 @@ async def test_a_second_signal_kills(log: Path) -> None:
     async with asyncio.timeout(20):
         code, _ = await asyncio.gather(service.run(), twice())
     assert code == 0
+
+
+async def test_a_closed_terminal_may_say_so_twice(log: Path) -> None:
+    """Shell, make and kernel each send a SIGHUP: none of them is the second signal, which kills."""
+    service = supervise(log, {FRONTEND: ["wait"]})
+
+    async def twice() -> None:
+        await signal_when_up(log, 1, signal.SIGHUP)
+        await service.stopping.wait()
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    code, _ = await asyncio.gather(service.run(), twice())
+    assert code == 0
+    assert lines(log)[-1] == "frontend stops"
+
+
+async def test_sighup_stays_ignored_under_nohup(log: Path) -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        service = supervise(log, {FRONTEND: ["wait"]})
+
+        async def signals() -> None:
+            await signal_when_up(log, 1, signal.SIGHUP)
+            assert not service.stopping.is_set()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        await asyncio.gather(service.run(), signals())
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 def test_a_child_whose_parent_has_ended_does_not_start(demo_model: Path) -> None:

@@ -1,5 +1,6 @@
 """The channels over real sockets: sessions begin, number their messages and end by name; nothing is lost silently."""
 
+import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -228,6 +229,33 @@ def test_the_socket_that_a_crash_left_is_replaced(context: "zmq.Context[zmq.Sock
     pair = Pair(context, address)
     pair.begin()
     pair.close()
+
+
+def test_who_leaves_leaves_no_file(context: "zmq.Context[zmq.Socket[bytes]]", address: str, tmp_path: Path) -> None:
+    RouterChannel(context, address).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_lock_of_one_that_has_just_left_is_worth_nothing(
+    context: "zmq.Context[zmq.Socket[bytes]]", address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock file that was opened is removed by its holder before it could be locked; a third one would make a new one."""
+    lock_path, flock, opened = tmp_path / "s.lock", fcntl.flock, []
+
+    def late_flock(descriptor: int, operation: int) -> None:
+        opened.append(os.fstat(descriptor).st_ino)
+        if len(opened) == 1:
+            lock_path.rename(tmp_path / "removed")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late_flock)
+    first = RouterChannel(context, address)
+    assert len(opened) == 2
+    assert lock_path.stat().st_ino == opened[1]
+    with pytest.raises(AddressInUse, match="another process listens"):
+        RouterChannel(context, address)
+    first.close()
+    assert not lock_path.exists()
 
 
 def test_a_file_in_the_way_is_not_removed(

@@ -70,7 +70,9 @@ class RouterChannel:
     ) -> None:
         check_address(address, has_keys=keys is not None)
         self.num_malformed = 0
-        self._lock: int | None = _lock_ipc_path(address)
+        self._path = ipc_path(address)
+        self._lock: int | None = None if self._path is None else _lock_ipc_path(self._path)
+        self._is_bound = False
         self._socket = context.socket(zmq.ROUTER)
         self._gate: Gate | None = None
         _set_common_options(self._socket)
@@ -86,8 +88,9 @@ class RouterChannel:
         except zmq.ZMQError as error:
             self.close()
             raise AddressInUse(f"cannot listen on {address}: {error}") from error
-        if (path := ipc_path(address)) is not None:
-            path.chmod(0o600)
+        self._is_bound = True
+        if self._path is not None:
+            self._path.chmod(0o600)
 
     @property
     def socket(self) -> "zmq.Socket[bytes]":
@@ -140,13 +143,13 @@ class RouterChannel:
         return len(frame)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the socket and release the lock; wait in the background at most `linger_ms` for what is queued."""
+        """Close the socket, remove its file and the lock; wait in the background at most `linger_ms` for what is queued."""
         if self._gate is not None:
             self._gate.stop()
             self._gate = None
         self._socket.close(linger=linger_ms)
-        if self._lock is not None:
-            os.close(self._lock)
+        if self._path is not None and self._lock is not None:
+            _unlock_ipc_path(self._path, self._lock, is_bound=self._is_bound)
             self._lock = None
 
     def _refuse(self, peer: bytes, reason: str) -> None:
@@ -340,30 +343,54 @@ def _set_common_options(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.IPV6, 1)
 
 
-def _lock_ipc_path(address: str) -> int | None:
+def _lock_ipc_path(path: Path) -> int:
     """Hold `<path>.lock`: a second bind on one ipc path silently succeeds and would steal the peers.
 
-    A socket file without a held lock is what a crash left, and is replaced by the bind.
+    A socket file without a held lock is what a crash left, and is replaced by the bind. Whoever leaves removes the lock
+    file while it holds it; so a lock counts only if its file is still the one at the path.
     """
-    path = ipc_path(address)
-    if path is None:
-        return None
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    lock_path = path.with_name(path.name + ".lock")
-    try:
-        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise AddressInUse(f"cannot open the lock file {lock_path}: {error.strerror}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
-            raise AddressInUse(f"{path} exists and is no socket")
-        if path.exists() and path.stat().st_uid != os.geteuid():
-            raise AddressInUse(f"{path} belongs to another user (uid {path.stat().st_uid})")
-    except BlockingIOError as error:
-        os.close(lock)
-        raise AddressInUse(f"another process listens on {path} (it holds {lock_path})") from error
-    except AddressInUse:
-        os.close(lock)
-        raise
+    lock_path = _lock_path(path)
+    while True:
+        try:
+            lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise AddressInUse(f"cannot open the lock file {lock_path}: {error.strerror}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise AddressInUse(f"another process listens on {path} (it holds {lock_path})") from error
+        if _is_at(lock_path, lock):
+            break
+        os.close(lock)  # of one that has just left
+    reason = ""
+    if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+        reason = f"{path} exists and is no socket"
+    elif path.exists() and path.stat().st_uid != os.geteuid():
+        reason = f"{path} belongs to another user (uid {path.stat().st_uid})"
+    if reason:
+        _unlock_ipc_path(path, lock, is_bound=False)
+        raise AddressInUse(reason)
     return lock
+
+
+def _unlock_ipc_path(path: Path, lock: int, is_bound: bool) -> None:
+    """Remove the lock file, and before it the socket's if it is ours; what another holds by now stays."""
+    if _is_at(lock_path := _lock_path(path), lock):
+        if is_bound:
+            path.unlink(missing_ok=True)
+        lock_path.unlink()
+    os.close(lock)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether a path still leads to this open file."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")

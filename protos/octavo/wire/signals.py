@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as something that a poller can wait for."""
+"""The signals that end a process in order, as something that a poller can wait for."""
 
 import os
 import signal
@@ -9,8 +9,18 @@ from typing import Self
 _IMMEDIATE_EXIT_CODE = 1
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that end a process in order: SIGTERM, SIGINT, and SIGHUP, which a closed terminal sends.
+
+    Where SIGHUP is ignored, as under nohup, it stays so. A second signal ends a process at once, but for SIGHUP: shell,
+    make and kernel may each send one.
+    """
+    hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGTERM, signal.SIGINT, *hang_up)
+
+
 class StopSignal:
-    """While entered, the first SIGTERM or SIGINT makes `fileno()` readable; a second one ends the process at once."""
+    """While entered, the first signal makes `fileno()` readable; a second one ends the process at once."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
@@ -20,7 +30,7 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         """Take over the signals; only the main thread may."""
-        self._previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        self._previous = {s: signal.signal(s, self._on_signal) for s in stop_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -38,8 +48,10 @@ class StopSignal:
         """Return a file descriptor that becomes readable, and stays so, when the process should stop."""
         return self._receiver.fileno()
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self._requested:
+            if number == signal.SIGHUP:
+                return
             os._exit(_IMMEDIATE_EXIT_CODE)
         self._requested = True
         self._sender.send(b"\0")
