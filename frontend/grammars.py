@@ -31,6 +31,10 @@ MAX_WAITING = 64
 MAX_CACHE_BYTES = 128 * 2**20
 MAX_CACHE_ENTRIES = 4096
 
+REFUSAL_KEPT_S = 60.0
+"""How long it is remembered that compiling a grammar took too long or ended the process: a machine that was busy or
+short of memory may do so with any grammar, and soon no more."""
+
 _ENTRY_BYTES = 1024
 _MAX_FRAME_BYTES = MAX_BODY_BYTES + 4096
 
@@ -39,6 +43,10 @@ _log = logging.getLogger(__name__)
 
 class _CompilerLost(Exception):
     """The compiling process ended before it answered."""
+
+
+class _Overrun(Exception):
+    """A job was not done in time."""
 
 
 class _Impossible(Exception):
@@ -52,11 +60,19 @@ class Grammars:
         folder: the model's folder.
         stop_ids: its ends of sequence.
         limit_s: how long one grammar may take.
+        refusal_kept_s: how long it is remembered that one took too long or ended the process.
     """
 
-    def __init__(self, folder: Path, stop_ids: tuple[int, ...], limit_s: float = COMPILE_LIMIT_S) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        stop_ids: tuple[int, ...],
+        limit_s: float = COMPILE_LIMIT_S,
+        refusal_kept_s: float = REFUSAL_KEPT_S,
+    ) -> None:
         self._command = ("-P", "-m", "octavo.frontend.grammar_compiler", str(folder), json.dumps(stop_ids))
         self._limit_s = limit_s
+        self._refusal_kept_s = refusal_kept_s
         self._cache: OrderedDict[bytes, Outcome] = OrderedDict()
         self._cache_bytes = 0
         self._running: dict[bytes, asyncio.Task[Outcome]] = {}
@@ -117,16 +133,25 @@ class Grammars:
     async def _compile(self, key: bytes, job: Job) -> Outcome:
         async with self._turn:
             try:
-                outcome = await self._ask(job)
-            except _CompilerLost:
-                # It may have been somebody else's kill. If it was the job's own doing, it is again.
-                try:
-                    outcome = await self._ask(job)
-                except _CompilerLost as error:
-                    _log.warning("compiling a grammar of kind %s ended the compiler twice: %s", job.kind, error)
-                    outcome = Outcome(error="compiling it takes more memory or nesting than there is: make it simpler")
+                outcome = await self._ask_again(job)
+            except (_Overrun, _CompilerLost) as error:
+                outcome = Outcome(error=str(error))
+                asyncio.get_running_loop().call_later(self._refusal_kept_s, self._drop, key)
         self._remember(key, outcome)
         return outcome
+
+    async def _ask_again(self, job: Job) -> Outcome:
+        """Ask for a grammar, twice if the process ends meanwhile."""
+        try:
+            return await self._ask(job)
+        except _CompilerLost:
+            # It may have been somebody else's kill. If it was the job's own doing, it is again.
+            try:
+                return await self._ask(job)
+            except _CompilerLost as error:
+                _log.warning("compiling a grammar of kind %s ended the compiler twice: %s", job.kind, error)
+                message = "compiling it takes more memory or nesting than there is: make it simpler"
+                raise _CompilerLost(message) from error
 
     async def _ask(self, job: Job) -> Outcome:
         try:
@@ -138,7 +163,7 @@ class Grammars:
                 return await self._exchange(process, job)
         except TimeoutError:
             await self._stop()
-            return Outcome(error=f"compiling it takes more than {self._limit_s:g} s, the limit: make it simpler")
+            raise _Overrun(f"compiling it takes more than {self._limit_s:g} s, the limit: make it simpler") from None
         except BaseException:
             await self._stop()  # a job may be half written
             raise
@@ -189,6 +214,10 @@ class Grammars:
         while self._cache_bytes > MAX_CACHE_BYTES or len(self._cache) > MAX_CACHE_ENTRIES:
             _, oldest = self._cache.popitem(last=False)
             self._cache_bytes -= _size(oldest)
+
+    def _drop(self, key: bytes) -> None:
+        if (outcome := self._cache.pop(key, None)) is not None:
+            self._cache_bytes -= _size(outcome)
 
 
 def _size(outcome: Outcome) -> int:

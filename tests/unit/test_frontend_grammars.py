@@ -73,6 +73,31 @@ async def test_what_takes_too_long_is_refused_and_others_go_on(tmp_path: Path) -
     await grammars.close()
 
 
+async def test_a_process_that_stood_still_does_not_spoil_a_grammar_for_good(tmp_path: Path) -> None:
+    grammars = Grammars(write_tokenizer(tmp_path), (EOS_ID,), limit_s=0.5, refusal_kept_s=0.0)
+    await grammars.compile(A)
+    other = Constraint(ConstraintKind.REGEX, "b")
+    os.kill(pid_of(grammars), signal.SIGSTOP)
+    with pytest.raises(InvalidArgument, match=r"0\.5 s"):
+        await grammars.compile(other)
+    grammars._limit_s = 10.0
+    assert await grammars.compile(other)
+    assert grammars._cache_bytes == sum(module._size(outcome) for outcome in grammars._cache.values())
+    await grammars.close()
+
+
+async def test_what_took_too_long_is_remembered_for_a_while(tmp_path: Path) -> None:
+    grammars = Grammars(write_tokenizer(tmp_path), (EOS_ID,), limit_s=0.5)
+    await grammars.compile(A)
+    for _ in range(2):
+        if grammars._process is not None:
+            os.kill(pid_of(grammars), signal.SIGSTOP)
+        with pytest.raises(InvalidArgument, match=r"0\.5 s"):
+            await grammars.compile(Constraint(ConstraintKind.REGEX, "b"))
+    assert grammars._process is None  # nobody was asked again
+    await grammars.close()
+
+
 async def test_who_leaves_does_not_take_it_from_others(grammars: Grammars) -> None:
     leaving = asyncio.create_task(grammars.compile(A))
     staying = asyncio.create_task(grammars.compile(A))
