@@ -12,12 +12,11 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
-from rich.console import Console
 
 from octavo.cli import bench_models, bench_report
 from octavo.cli.bench_engine import say
 from octavo.cli.bench_serve_job import DATASETS, RANDOM, Dataset, Job, Target
-from octavo.cli.bench_serve_load import BUSY_PERCENT, merge_failures, row_of, run_load, table
+from octavo.cli.bench_serve_load import BUSY_PERCENT, lines, merge_failures, row_of, run_load
 from octavo.cli.bench_signals import ending_in_order
 from octavo.cli.command import Command
 from octavo.cli.connection_options import DEFAULT_ADDRESS, Address, ApiKey, TlsCa, TlsCert, TlsKey
@@ -128,15 +127,18 @@ def _serve(parameters: dict[str, Any]) -> None:
     writer.common = bench_report.describe_client() | {"model": target.model or "default"}
     if parameters["label"]:
         writer.common["label"] = parameters["label"]
-    say(f"{target.url}: {workload.name}: {workload.sizes}, from {len(jobs)} client processes")
+    say(f"{target.place}: {workload.name}: {workload.sizes}, from {len(jobs)} client processes")
     reports = run_load(jobs)
     writer.write(row_of(jobs[0], workload, reports))
     writer.close()
     _show(writer.rows[0], peers, parameters["peers"] or ())
+    if path is not None:
+        say(f"written to {path}")
     failures = merge_failures(reports)
     if failures:
         words = "; ".join(f"{failure.count} x {failure.kind}: {failure.example}" for failure in failures)
-        raise RequestsFailed(f"{sum(failure.count for failure in failures)} requests failed: {words}")
+        number = sum(failure.count for failure in failures)
+        raise RequestsFailed(f"{number} request{'s' if number > 1 else ''} failed: {words}")
 
 
 def _jobs(parameters: dict[str, Any], target: Target, dataset: Dataset, num_requests: int) -> list[Job]:
@@ -239,8 +241,7 @@ def _result_path(parameters: dict[str, Any], target: Target) -> Path | None:
 
 
 def _show(row: bench_report.Row, peers: Iterable[bench_report.Row], files: Iterable[Path]) -> None:
-    console = Console()
-    console.print(table(row), soft_wrap=not console.is_terminal)
+    typer.echo("\n".join(lines(row)))
     if row["client_cpu_percent_max"] > BUSY_PERCENT:
         say(f"a client used {row['client_cpu_percent_max']} % of a core: the clients may be the limit (--num-clients)")
     if files:

@@ -39,9 +39,11 @@ class Target(msgspec.Struct, frozen=True):
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
-    def url(self) -> str:
+    def place(self) -> str:
         """Where it is, for people."""
-        return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.path if self.door == 'http' else ''}"
+        if self.door == "grpc":
+            return f"gRPC{' with TLS' if self.is_tls else ''} at {self.authority}"
+        return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.path}"
 
 
 class Dataset(msgspec.Struct, frozen=True):

@@ -13,7 +13,6 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from rich.table import Table
 
 from octavo.cli.bench_client import RunFailed
 from octavo.cli.bench_report import Row
@@ -166,16 +165,13 @@ def merge_failures(reports: Iterable[Report]) -> list[Failure]:
     return sorted(merged.values(), key=lambda failure: -failure.count)
 
 
-def table(row: Row) -> Table:
-    """Return the figures of a row as a table."""
-    shown = Table(box=None)
-    shown.add_column("figure", no_wrap=True)
-    for name in _STATISTICS:
-        shown.add_column(name, justify="right")
-    shown.add_column("", justify="left")
+def lines(row: Row) -> list[str]:
+    """Return the figures of a row, in lines of at most 80 columns that no terminal need fold."""
+    shown = ["ms   " + "".join(f"{name:>12}" for name in _STATISTICS)]
     for name, words in _LATENCIES.items():
-        cells = [_number(row[f"{name}_ms_{key}"]) for key in _STATISTICS]
-        shown.add_row(name, *cells, f"ms, {words}")
+        shown.append(
+            f"{name:<5}" + "".join(f"{_number(row[f'{name}_ms_{key}']):>12}" for key in _STATISTICS) + f"  {words}"
+        )
     for key, words in (
         ("out_tok_s", "output tok/s"),
         ("total_tok_s", "tok/s with those of the prompts"),
@@ -187,7 +183,7 @@ def table(row: Row) -> Table:
         ("client_cpu_us_per_token", "us of the clients' CPU a token"),
         ("client_cpu_percent_max", "% of a core used by the busiest client"),
     ):
-        shown.add_row(key, _number(row[key]), "", "", "", words)
+        shown.append(f"{key:<24}{_number(row[key]):>14}  {words}")
     return shown
 
 

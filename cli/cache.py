@@ -36,7 +36,9 @@ def reset(
             )
         except grpc.RpcError as error:
             raise connection.failure(error) from error
-    typer.echo(f"{answer.dropped_blocks} blocks can no longer be found")
+    number = answer.dropped_blocks
+    held = f"the prefix cache is empty: it held {number} block{'s' if number > 1 else ''}"
+    typer.echo(held if number else "the prefix cache was empty")
 
 
 def register(parent: typer.Typer) -> None:

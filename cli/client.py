@@ -173,6 +173,8 @@ def _stream(connection: Connection, request: pb.GenerationInput) -> Answer:
                     usage = event.finished.usage
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.CANCELLED:
+                if pieces or is_thinking:  # what went wrong has a line of its own
+                    typer.echo(err=not any(pieces))
                 raise connection.failure(error) from error
             is_cut = True
     return Answer("".join(pieces), is_cut, usage)

@@ -6,7 +6,7 @@ import os
 import grpc
 
 from octavo.frontend.config import FrontendConfig
-from octavo.frontend.errors import InvalidArgument, TooManyStreams, Unavailable
+from octavo.frontend.errors import LOADING, InvalidArgument, TooManyStreams, Unavailable
 from octavo.frontend.lifecycle import Lifecycle
 from octavo.frontend.rpc import Context, Incoming, answer, known, parse
 from octavo.frontend.scheduler_client import SchedulerClient
@@ -125,7 +125,7 @@ class AdminServicer:
         response = admin_pb2.GetStatusResponse(models=self._config.served_model_names)
         response.ready = client is not None and client.serving and not client.reason and not draining
         if not response.ready:
-            reason = "the model is being loaded" if client is None else client.reason
+            reason = LOADING if client is None else client.reason
             response.reason = "draining: no new requests are taken" if draining else reason
         if client is not None and client.facts is not None:
             response.max_model_len = client.facts.max_model_len
@@ -153,7 +153,7 @@ class AdminServicer:
             known(request, admin_pb2.ResetPrefixCacheRequest)
             client = self._client
             if client is None:
-                raise Unavailable("the model is being loaded")
+                raise Unavailable(LOADING)
             num_dropped = await client.reset_prefix_cache()
             if num_dropped is not None:
                 return admin_pb2.ResetPrefixCacheResponse(dropped_blocks=num_dropped)

@@ -21,6 +21,7 @@ MAX_KEY_FILE_BYTES = 2**20
 
 _KEY = re.compile(rf"[\x21-\x7e]{{{MIN_KEY_CHARS},{MAX_KEY_CHARS}}}")
 _SCHEME = "bearer"
+_KEY_NAME = "a key of this service"
 _OTHERS = stat.S_IROTH | stat.S_IWOTH
 
 
@@ -42,6 +43,7 @@ class Authenticator:
         admin = frozenset(map(_digest, admin_keys))
         general = frozenset(map(_digest, keys))
         self._admin = tuple(sorted(admin or general))
+        self._admin_name = f"{_KEY_NAME}'s administration" if admin else _KEY_NAME
         self._general = tuple(sorted(general | admin)) if general else ()
 
     @classmethod
@@ -78,7 +80,7 @@ class Authenticator:
         Raises:
             Unauthenticated: it holds none of the keys.
         """
-        return _check(authorization, self._general, "a key of this service")
+        return _check(authorization, self._general, _KEY_NAME)
 
     def check_admin(self, authorization: str | None) -> str | None:
         """Do the same for a call of the administration.
@@ -86,7 +88,7 @@ class Authenticator:
         Raises:
             Unauthenticated: it holds none of the keys that open the administration.
         """
-        return _check(authorization, self._admin, "a key of this service's administration")
+        return _check(authorization, self._admin, self._admin_name)
 
     def identity(self, authorization: str | None) -> str | None:
         """Return whose call this is that `check` has let pass; it compares nothing."""

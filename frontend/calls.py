@@ -14,6 +14,7 @@ from octavo.frontend.budget import ByteBudget
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.constraint import Constraint, ConstraintKind, check_ending
 from octavo.frontend.errors import (
+    LOADING,
     DeadlineExceeded,
     Draining,
     InvalidArgument,
@@ -265,7 +266,7 @@ class Calls:
         if constraint is None:
             return b""
         if self._grammars is None:
-            raise Unavailable("the model is being loaded")
+            raise Unavailable(LOADING)
         return await self._grammars.compile(constraint)
 
     @contextmanager
@@ -312,7 +313,7 @@ class Calls:
         self.check_model(model_name)
         model, client = self._model, self._client
         if model is None or client is None:
-            raise Unavailable("the model is being loaded")
+            raise Unavailable(LOADING)
         if not client.accepting:
             raise Unavailable(client.reason or "no worker is ready")
         if self._num_calls > self.config.max_streams:

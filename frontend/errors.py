@@ -38,6 +38,9 @@ MAX_ERROR_BYTES = 1000
 
 DEFAULT_RETRY_S = 1.0
 
+LOADING = "this frontend reads the model's tokenizer, and has no session with the scheduler yet"
+"""Why it serves nothing at its start; the worker may long be ready."""
+
 _log = logging.getLogger(__name__)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import grpc
 
 from octavo.frontend.calls import Calls
-from octavo.frontend.errors import InvalidArgument
+from octavo.frontend.errors import LOADING, InvalidArgument
 from octavo.frontend.lifecycle import Lifecycle
 from octavo.frontend.model import ModelFiles
 from octavo.frontend.rpc import Context, Incoming, answer, known, parse
@@ -78,7 +78,7 @@ class ModelServicer:
         if self._lifecycle.draining:
             reason = "draining: no new requests are taken"
         else:
-            reason = "the model is being loaded" if client is None else client.reason
+            reason = LOADING if client is None else client.reason
         return pb.Model(
             id=name,
             aliases=aliases,

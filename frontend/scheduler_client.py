@@ -260,7 +260,7 @@ class SchedulerClient:
         elif isinstance(event, SessionBegan):
             self._on_session_began(event)
         elif isinstance(event, SessionEnded):
-            self._on_session_ended(event.reason)
+            self._on_session_ended(event)
         elif isinstance(event, WorkerState):
             self._set_paused(None if event.ready else event.reason or "no worker is ready")
         elif isinstance(event, ServiceDrains):
@@ -296,8 +296,12 @@ class SchedulerClient:
             self._send(message)
         self._set_paused(None)
 
-    def _on_session_ended(self, reason: str) -> None:
-        _log.warning("session with the scheduler is over: %s; %d requests wait for the next", reason, len(self.streams))
+    def _on_session_ended(self, event: SessionEnded) -> None:
+        reason, num_waiting = event.reason, len(self.streams)
+        level = logging.WARNING if num_waiting or not event.is_orderly else logging.INFO
+        _log.log(
+            level, "session with the scheduler is over: %s; requests that wait for the next: %d", reason, num_waiting
+        )
         self._outbox.clear()
         for answer in self._questions.values():
             if not answer.done():

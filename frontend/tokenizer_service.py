@@ -9,6 +9,7 @@ import grpc
 
 from octavo.frontend.calls import MAX_INLINE_BYTES, Calls
 from octavo.frontend.errors import (
+    LOADING,
     ContextLengthExceeded,
     Draining,
     InvalidArgument,
@@ -132,7 +133,7 @@ class TokenizerServicer:
             raise Draining("draining: no new requests are taken")
         self._calls.check_model(name)
         if self._model is None:
-            raise Unavailable("the model is being loaded")
+            raise Unavailable(LOADING)
         bounds = self._calls.bounds()
         if self._num_calls >= MAX_CALLS:
             raise TooManyStreams(f"{MAX_CALLS} calls of the tokenizer are running here, the limit")

@@ -108,6 +108,7 @@ class Sessions:
         self.loading: tuple[WorkerHello, float] | None = None  # a worker that was told to wait, and when
         self.last_worker: WorkerHello | None = None  # of the newest worker session, over or not
         self.is_draining = False  # no frontend is to take new requests, those that come later included
+        self._is_leaving = False
         self.num_duplicate_hellos = 0
         self.num_strays = 0  # messages of sessions that do not exist
         self._config = config
@@ -139,7 +140,7 @@ class Sessions:
         """Tell all frontends to take no new requests, now and when they come."""
         if not self.is_draining:
             self.is_draining = True
-            _log.info("the service drains: %d frontends are told", len(self.peers.frontends))
+            _log.info("the service drains; frontends that are told: %d", len(self.peers.frontends))
             for frontend in self.peers.frontends:
                 self.send(frontend, ServiceDrains())
 
@@ -190,6 +191,7 @@ class Sessions:
 
     def leave(self, reason: str) -> None:
         """Say Goodbye to all."""
+        self._is_leaving = True
         for peer in self.peers:
             self.end(peer, reason)
 
@@ -341,7 +343,8 @@ class Sessions:
         if self.peers.by_session(peer.session.id) is not peer:
             return
         self.peers.remove(peer)
-        level = logging.WARNING if peer.is_worker and not reason.startswith(_LEFT) else logging.INFO
+        is_expected = self._is_leaving or reason.startswith(_LEFT)
+        level = logging.WARNING if peer.is_worker and not is_expected else logging.INFO
         _log.log(level, "session %016x with %s ended: %s", peer.session.id, peer.label, reason)
         if not peer.is_worker:
             self._events.append(FrontendLost(peer.session.id))

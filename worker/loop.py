@@ -79,7 +79,8 @@ class WorkerLoop:
                         logger.info("session %016x with the scheduler began", event.session)
                         self._forget()
                     case SessionEnded():
-                        logger.warning("session with the scheduler ended: %s", event.reason)
+                        level = logging.INFO if event.is_orderly else logging.WARNING
+                        logger.log(level, "session with the scheduler ended: %s", event.reason)
                         self._forget()
                     case StepPlan() if not (self._launch(event) and self._send_results()):
                         break

@@ -60,6 +60,12 @@ def _serve(config: WorkerConfig, stop: StopSignal, context: "zmq.Context[zmq.Soc
         # What is loaded stays: the collector need not look through it again, which would hold up a step.
         gc.collect()
         gc.freeze()
+        if channel.is_shut_out:
+            logger.warning(
+                "the model is loaded, but the scheduler at %s and this worker do not know each other's CURVE keys: it "
+                "serves nothing, and goes on trying",
+                config.address,
+            )
         peer.reset("the model is loaded")  # so that the next Hello, with the facts, goes out at once
         WorkerLoop(peer, loaded.runner, stop).run()
     except LoadingStopped:

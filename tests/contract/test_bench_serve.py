@@ -114,6 +114,8 @@ async def test_a_closed_loop_over_grpc(doors: Doors, scheduler: ScriptedSchedule
     assert row["ttft_ms_mean"] < row["e2e_ms_mean"]
     assert row["client_cpu_us_per_token"] > 0
     assert "tpot" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert f"written to {out}" in done.stderr
 
 
 async def test_arrivals_over_http_and_a_comparison(doors: Doors, scheduler: ScriptedScheduler, tmp_path: Path) -> None:

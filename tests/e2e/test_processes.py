@@ -41,6 +41,7 @@ def test_sigterm_drains_and_exits_with_0(running: Service) -> None:
     assert len(answer.ids) == LONG
     assert answer.finished is not None
     assert running.process.wait(30) == 0
+    assert "WARNING" not in running.output
     assert left_by(running) == []
 
 

@@ -23,13 +23,14 @@ class FakeService(rpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServ
         self.inputs: list[pb.GenerationInput] = []
         self.num_resets = 0
         self.num_drains = 0
+        self.num_cached = 42
         self.refusal = ""
         self.status = admin_pb2.GetStatusResponse(models=["tiny"], ready=True, max_model_len=64)
         self.history: list[admin_pb2.GetStatusResponse] = []
         self.watches: list[admin_pb2.WatchStatusRequest] = []
         self.address = ""
         self.usage: pb.Usage | None = None
-        self.thought = ""
+        self.thought = self.failure = ""
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.GenerateResponse:
         raise NotImplementedError  # the commands stream
@@ -41,6 +42,8 @@ class FakeService(rpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServ
         if self.thought:
             yield pb.GenerateStreamResponse(delta=pb.Delta(reasoning=self.thought))
         yield pb.GenerateStreamResponse(delta=pb.Delta(text="yes"))
+        if self.failure:
+            context.abort(grpc.StatusCode.UNAVAILABLE, self.failure)
         yield pb.GenerateStreamResponse(finished=pb.Finished(usage=self.usage))
 
     def GetStatus(
@@ -67,7 +70,7 @@ class FakeService(rpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServ
         if self.refusal:
             context.abort(grpc.StatusCode.UNAVAILABLE, self.refusal)
         self.num_resets += 1
-        return admin_pb2.ResetPrefixCacheResponse(dropped_blocks=42)
+        return admin_pb2.ResetPrefixCacheResponse(dropped_blocks=self.num_cached)
 
 
 @pytest.fixture
@@ -102,6 +105,14 @@ def test_thoughts_are_shown_beside_the_answer(service: FakeService) -> None:
     assert (done.exit_code, done.stdout, done.stderr) == (0, "yes\n", "Hm.\n")
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_error_amid_an_answer_has_a_line_of_its_own(service: FakeService, command: str) -> None:
+    service.failure = "the worker is gone"
+    done = run(service, command, "is it so?")
+    assert done.stdout == "yes\n"
+    assert isinstance(done.exception, CommandError)
+
+
 def test_a_priority_that_no_request_can_have_is_refused(service: FakeService) -> None:
     done = run(service, "generate", "x", "--priority", str(2**31))
     assert done.exit_code == 2
@@ -110,7 +121,9 @@ def test_a_priority_that_no_request_can_have_is_refused(service: FakeService) ->
 
 def test_cache_reset_says_how_much_was_dropped(service: FakeService) -> None:
     done = run(service, "cache", "reset")
-    assert (done.exit_code, done.output, service.num_resets) == (0, "42 blocks can no longer be found\n", 1)
+    assert (done.exit_code, done.output, service.num_resets) == (0, "the prefix cache is empty: it held 42 blocks\n", 1)
+    service.num_cached = 0
+    assert run(service, "cache", "reset").output == "the prefix cache was empty\n"
 
 
 def test_a_cache_reset_that_failed_is_no_success(service: FakeService) -> None:

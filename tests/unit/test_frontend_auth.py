@@ -108,7 +108,7 @@ def test_the_administration_takes_its_own_keys_alone() -> None:
 def test_without_a_key_of_its_own_the_administration_takes_any() -> None:
     known = Authenticator.from_sources(KEYS)
     assert known.check_admin(bearer(KEYS[1])) == known.check(bearer(KEYS[1]))
-    with pytest.raises(Unauthenticated):
+    with pytest.raises(Unauthenticated, match=r"^a key of this service is needed"):
         known.check_admin(None)
 
 

@@ -151,13 +151,20 @@ def test_no_key_is_refused(router: Router) -> None:
         router.hear_from(known)
 
 
-def test_a_peer_does_not_talk_to_another_scheduler(router: Router, tmp_path: Path) -> None:
+def test_a_peer_does_not_talk_to_another_scheduler(
+    router: Router, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     mine = router.peer_keys()
     other = load_scheduler_keys(make_folder(tmp_path))
     assert other is not None
     deceived = router.peer(replace(mine, scheduler=other.public))
     assert failed_handshake(deceived)
     router.hear_from(router.peer(mine))
+    assert "curve-keys" not in caplog.text or deceived.is_shut_out, "one that fails may mean a scheduler that stops"
+    while not deceived.is_shut_out:
+        assert deceived.monitor.poll(WAIT_MS)
+        assert not list(deceived.receive(10))
+    assert caplog.text.count("is scheduler.key in --curve-keys that of the scheduler there?") == 1
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,8 @@ a closed connection shows at once, at the ROUTER as an unroutable peer, at the D
 Over tcp both ends hold CURVE keys (`octavo.wire.curve`); ipc sockets are guarded by their folder.
 """
 
-import fcntl
 import logging
 import os
-import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +29,7 @@ from octavo.wire.curve import HANDSHAKE_FAILED, LOG_INTERVAL_S, Gate, PeerKeys, 
 from octavo.wire.errors import AddressInUse, KeyRefused, MalformedMessage, ProtocolMismatch, SessionLost, WireError
 from octavo.wire.handshake import Refuse
 from octavo.wire.ids import BootId
+from octavo.wire.socket_lock import lock, unlock
 
 HEARTBEAT_INTERVAL_S = 1.0
 """How often the scheduler sends a Heartbeat to each peer, and a peer without a session its Hello."""
@@ -46,6 +45,9 @@ MAX_IPC_PATH_BYTES = 107
 
 HANDSHAKE_TIMEOUT_MS = 10_000
 """How long a new connection may take to show its key."""
+
+MANY_FAILED_HANDSHAKES = 3
+"""In a row: keys do not fit."""
 
 _IDENTITY_BYTES = 64
 
@@ -71,7 +73,7 @@ class RouterChannel:
         check_address(address, has_keys=keys is not None)
         self.num_malformed = 0
         self._path = ipc_path(address)
-        self._lock: int | None = None if self._path is None else _lock_ipc_path(self._path)
+        self._lock: int | None = None if self._path is None else lock(self._path)
         self._is_bound = False
         self._socket = context.socket(zmq.ROUTER)
         self._gate: Gate | None = None
@@ -149,7 +151,7 @@ class RouterChannel:
             self._gate = None
         self._socket.close(linger=linger_ms)
         if self._path is not None and self._lock is not None:
-            _unlock_ipc_path(self._path, self._lock, is_bound=self._is_bound)
+            unlock(self._path, self._lock, is_bound=self._is_bound)
             self._lock = None
 
     def _refuse(self, peer: bytes, reason: str) -> None:
@@ -182,6 +184,7 @@ class DealerChannel:
         check_address(address, has_keys=keys is not None)
         self.num_malformed = 0
         self.num_failed_handshakes = 0
+        self.num_failed_in_a_row = 0
         self._keys = keys if is_tcp(address) else None
         self._next_log = time.monotonic()
         self._context = context
@@ -199,6 +202,11 @@ class DealerChannel:
     def monitor(self) -> "zmq.Socket[bytes]":
         """The monitor socket, readable when the connection's state changes; a new one after `reopen`."""
         return self._monitor
+
+    @property
+    def is_shut_out(self) -> bool:
+        """Whether somebody listens there, but handshakes fail again and again: not with this scheduler's key."""
+        return self.num_failed_in_a_row >= MANY_FAILED_HANDSHAKES
 
     def receive(self, limit: int) -> Iterator[tuple[Envelope, FromScheduler]]:
         """Yield up to `limit` waiting messages.
@@ -274,6 +282,7 @@ class DealerChannel:
             kind = event["event"]
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._is_connected = True
+                self.num_failed_in_a_row = 0
             elif kind == zmq.EVENT_DISCONNECTED:
                 # Before a handshake there is nothing to lose, and the socket itself tries again, ever more slowly.
                 lost = lost or self._is_connected
@@ -286,7 +295,9 @@ class DealerChannel:
 
     def _count_failed_handshake(self) -> None:
         self.num_failed_handshakes += 1
-        if (now := time.monotonic()) >= self._next_log:
+        self.num_failed_in_a_row += 1
+        # One or two fail where a scheduler is about to stop: that says nothing of keys.
+        if self.is_shut_out and (now := time.monotonic()) >= self._next_log:
             self._next_log = now + LOG_INTERVAL_S
             _log.warning(
                 "%d connections to %s failed so far: is scheduler.key in --curve-keys that of the scheduler there?",
@@ -341,56 +352,3 @@ def _set_common_options(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
     socket.setsockopt(zmq.IPV6, 1)
-
-
-def _lock_ipc_path(path: Path) -> int:
-    """Hold `<path>.lock`: a second bind on one ipc path silently succeeds and would steal the peers.
-
-    A socket file without a held lock is what a crash left, and is replaced by the bind. Whoever leaves removes the lock
-    file while it holds it; so a lock counts only if its file is still the one at the path.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    lock_path = _lock_path(path)
-    while True:
-        try:
-            lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise AddressInUse(f"cannot open the lock file {lock_path}: {error.strerror}") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(lock)
-            raise AddressInUse(f"another process listens on {path} (it holds {lock_path})") from error
-        if _is_at(lock_path, lock):
-            break
-        os.close(lock)  # of one that has just left
-    reason = ""
-    if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
-        reason = f"{path} exists and is no socket"
-    elif path.exists() and path.stat().st_uid != os.geteuid():
-        reason = f"{path} belongs to another user (uid {path.stat().st_uid})"
-    if reason:
-        _unlock_ipc_path(path, lock, is_bound=False)
-        raise AddressInUse(reason)
-    return lock
-
-
-def _unlock_ipc_path(path: Path, lock: int, is_bound: bool) -> None:
-    """Remove the lock file, and before it the socket's if it is ours; what another holds by now stays."""
-    if _is_at(lock_path := _lock_path(path), lock):
-        if is_bound:
-            path.unlink(missing_ok=True)
-        lock_path.unlink()
-    os.close(lock)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether a path still leads to this open file."""
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def _lock_path(path: Path) -> Path:
-    return path.with_name(path.name + ".lock")

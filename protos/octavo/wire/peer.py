@@ -30,6 +30,8 @@ RECEIVE_LIMIT = 256
 GOODBYE_LINGER_MS = 100
 """How long a leaving peer waits at most for its Goodbye to be written."""
 
+_LEFT = "the scheduler left: "
+
 
 @dataclass(frozen=True)
 class SessionBegan:
@@ -44,6 +46,11 @@ class SessionEnded:
     """The session is over (there was one); a new Hello goes out by itself."""
 
     reason: str
+
+    @property
+    def is_orderly(self) -> bool:
+        """Whether the scheduler said Goodbye."""
+        return self.reason.startswith(_LEFT)
 
 
 @dataclass(frozen=True)
@@ -146,7 +153,7 @@ class Peer:
         if isinstance(message, Heartbeat):
             self.send(Heartbeat())
         elif isinstance(message, Goodbye):
-            raise SessionLost(f"the scheduler left: {message.reason}")
+            raise SessionLost(f"{_LEFT}{message.reason}")
         else:
             yield message
 
