@@ -140,9 +140,11 @@ class Compiler:
         mask = np.zeros((1, -(-self._info.vocab_size() // 32)), dtype=np.int32)
         draw = random.Random(0)  # noqa: S311 - it picks a path to measure, nothing else
         started = time.process_time()
-        for _ in range(PROBE_TOKENS):
+        for place in range(PROBE_TOKENS):
             matcher.fill_next_token_bitmask(mask, 0, False)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            if not place and not allowed.size:
+                raise GrammarError("no text has this form")
             going_on = allowed[~np.isin(allowed, self._stop_ids)]
             if not going_on.size or not matcher.accept_token(int(draw.choice(going_on)), False):
                 return

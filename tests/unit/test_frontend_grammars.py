@@ -51,6 +51,11 @@ async def test_what_cannot_be_compiled_names_its_field(grammars: Grammars, path:
     assert raised.value.field_path == (path or "input.constraint.regex")
 
 
+async def test_a_grammar_without_any_text_is_refused(grammars: Grammars) -> None:
+    with pytest.raises(InvalidArgument, match="no text has this form"):
+        await grammars.compile(Constraint(ConstraintKind.GRAMMAR, "root ::= root"))
+
+
 async def test_a_killed_process_is_replaced(grammars: Grammars) -> None:
     await grammars.compile(A)
     first = pid_of(grammars)
