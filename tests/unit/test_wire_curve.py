@@ -164,7 +164,7 @@ def test_a_peer_does_not_talk_to_another_scheduler(
     while not deceived.is_shut_out:
         assert deceived.monitor.poll(WAIT_MS)
         assert not list(deceived.receive(10))
-    assert caplog.text.count("is scheduler.key in --curve-keys that of the scheduler there?") == 1
+    assert caplog.text.count("; is scheduler.key in --curve-keys that of the scheduler there?") == 1
 
 
 @pytest.mark.parametrize(

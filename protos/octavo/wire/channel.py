@@ -300,9 +300,9 @@ class DealerChannel:
         if self.is_shut_out and (now := time.monotonic()) >= self._next_log:
             self._next_log = now + LOG_INTERVAL_S
             _log.warning(
-                "%d connections to %s failed so far: is scheduler.key in --curve-keys that of the scheduler there?",
-                self.num_failed_handshakes,
+                "connections to %s that failed so far: %d; is scheduler.key in --curve-keys that of the scheduler there?",
                 self._address,
+                self.num_failed_handshakes,
             )
 
 

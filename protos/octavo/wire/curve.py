@@ -168,7 +168,7 @@ class Gate(threading.Thread):
         self.num_refused += 1
         if (now := time.monotonic()) >= self._next_log:
             self._next_log = now + LOG_INTERVAL_S
-            _log.warning("refused %d connections so far that hold no key of a known peer", self.num_refused)
+            _log.warning("connections refused so far that hold no key of a known peer: %d", self.num_refused)
 
 
 def guard(context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]", keys: SchedulerKeys) -> Gate:
