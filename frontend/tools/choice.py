@@ -50,7 +50,9 @@ class ParsedChoice(ChoiceOutput):
         if self.end is not None and not self.num_unsent and not self._is_read:
             self._is_read = True
             parsed = self._parser.finish()
-            if self._parser.num_calls:
+            # A stop string within a call's arguments leaves no call that could be made.
+            cut = self.end.stop_string is not None and self._parser.in_arguments
+            if self._parser.num_calls and not cut:
                 self.end = replace(self.end, made_calls=True)
             yield from self._told(Chunk(self._index, self.num_taken, 0, "", []), parsed)
 

@@ -45,6 +45,13 @@ class Machine:
         self._object = self._new_object()
         self._stops = re.compile(rf"[\s{re.escape(self.marker[:1])}]")
 
+    @property
+    def in_arguments(self) -> bool:
+        """Whether the arguments of a call that has begun are not complete."""
+        if self._state == self._in_object:
+            return self._object.begun and self._object.in_arguments
+        return self._state == self._in_bad_arguments
+
     def feed(self, text: str) -> None:
         """Take the next part of the text."""
         place, end = 0, len(text)

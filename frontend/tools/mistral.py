@@ -32,6 +32,11 @@ class MistralParser(Machine):
         if in_list:
             self._state = self._opened
 
+    @property
+    def in_arguments(self) -> bool:
+        """Whether the arguments of a call that has begun are not complete."""
+        return self._state == self._in_arguments or super().in_arguments
+
     def _opened(self, char: str) -> bool:
         if char.isspace():
             return self._hold(char)

@@ -78,6 +78,11 @@ class OutputParser:
         """Number of calls so far."""
         return self._sink.num_calls
 
+    @property
+    def in_arguments(self) -> bool:
+        """Whether the arguments of a call that has begun are not complete."""
+        return self._parser.in_arguments
+
     def feed(self, text: str) -> Parsed:
         """Take the next piece; return what is known by it."""
         self._parser.feed(text)

@@ -64,6 +64,11 @@ class ReasoningParser:
                 self._push(text[place])
                 place += 1
 
+    @property
+    def in_arguments(self) -> bool:
+        """Whether the arguments of a call that has begun are not complete."""
+        return self._next is not None and self._next.in_arguments
+
     def finish(self) -> None:
         """The text has ended: half a marker is none."""
         if self._next is None:

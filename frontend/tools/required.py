@@ -48,6 +48,10 @@ _FORMS = {
 }
 
 
+_SAYS_TYPE = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
+"""Keywords beside which a schema needs no type."""
+
+
 def required_dialect(dialect: ToolDialect) -> ToolDialect:
     """Return what reads calls that must be made, of a model that writes them as `dialect` where it may."""
     return _FORMS[dialect.name].dialect
@@ -92,7 +96,7 @@ def required_calls(
 
 
 def _tag(form: _Form, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    schema = {"type": "object", **parameters}
+    schema = parameters if _SAYS_TYPE.intersection(parameters) else {"type": "object", **parameters}
     content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_SPACES}
     return {"type": "tag", "begin": name.join(form.begin), "content": content, "end": form.end}
 

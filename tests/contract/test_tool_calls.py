@@ -323,6 +323,24 @@ async def test_other_dialects(open_doors: Open, scheduler: ScriptedScheduler, mo
     assert answer == Answer("", "", [WEATHER], "tool_calls")
 
 
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+async def test_a_stop_string_in_the_arguments_leaves_no_call_to_make(
+    open_doors: Open, scheduler: ScriptedScheduler, name: str
+) -> None:
+    doors = await open_doors(name)
+    text = CALL if name == "hermes" else '[TOOL_CALLS]weather[ARGS]{"city": "Köln"}'
+    asking = asyncio.create_task(
+        doors.openai.chat.completions.create(model="", messages=ASK, tools=HTTP_TOOLS, stop=["ln"])
+    )
+    request = await scheduler.next(SubmitRequest)
+    scheduler.start_request(request)
+    before, marker, behind = text.partition("[TOOL_CALLS]")
+    scheduler.emit(request, [*before.encode(), *([MARKER] if marker else []), *behind.encode()])
+    await scheduler.next(FinishChoice)
+    (choice,) = (await asking).choices
+    assert (choice.finish_reason, choice.model_extra) == ("stop", {"stop_reason": "ln"})
+
+
 async def test_stop_strings_end_the_raw_text(open_doors: Open, scheduler: ScriptedScheduler) -> None:
     doors = await open_doors("hermes")
     asking = asyncio.ensure_future(

@@ -11,7 +11,8 @@ import pytest
 
 from octavo.frontend.constraint import ConstraintKind
 from octavo.frontend.errors import InvalidArgument
-from octavo.frontend.grammar_compiler import Compiler
+from octavo.frontend.grammar_compiler import Compiler, GrammarError
+from octavo.frontend.grammar_jobs import Job
 from octavo.frontend.tools.definitions import ToolUse
 from octavo.frontend.tools.parser import HERMES, TOOL_DIALECTS, OutputForm
 from octavo.frontend.tools.reasoning import Start
@@ -95,11 +96,25 @@ def test_schemas_have_a_limit() -> None:
 
 
 def test_keywords_that_would_not_be_enforced_are_refused(tmp_path: Path) -> None:
-    from octavo.frontend.grammar_compiler import GrammarError
-    from octavo.frontend.grammar_jobs import Job
-
     schema = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
     described = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     constraint = required_calls(HERMES, ToolUse(("f",), True), described, None)
     with pytest.raises(GrammarError, match="not"):
         Compiler(write_tokenizer(tmp_path), (EOS_ID,)).compile(Job(str(constraint.kind), constraint.text))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": {"q": SCHEMAS["weather"]}, "$ref": "#/$defs/q"},
+        {"anyOf": [SCHEMAS["weather"], SCHEMAS["now"]]},
+    ],
+)
+def test_schemas_that_say_their_type_elsewhere(compiler: Compiler, schema: dict[str, object]) -> None:
+    described = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    constraint = required_calls(HERMES, ToolUse(("f",), True), described, None)
+    compiler.compile(Job(str(constraint.kind), constraint.text))
+    text = written(compiler, constraint.text, None, random.Random(0))
+    parser = OutputForm(HERMES, frozenset("f"), None, None).parser()
+    calls = [call for part in (parser.feed(text), parser.finish()) for call in part.calls]
+    jsonschema.validate(json.loads("".join(call.arguments for call in calls)), schema)
