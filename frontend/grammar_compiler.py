@@ -37,8 +37,10 @@ UNPACK_LIMIT_S = 0.5
 """CPU time of so many masks, and of unpacking a grammar: more would hold up every request of the worker. Grammars of
 everyday size take a hundredth of it; ambiguous ones take longer with every token."""
 
-_LOOSE_CHARACTER, _CHARACTER = r"([^\"\\\r\n])", r"([^\0-\x1f\"\\\r\n])"
+_LOOSE_CHARACTER, _CHARACTER = r"([^\"\\\r\n])", r"([^\0-\u001f\"\\\r\n])"
 """What xgrammar takes for a character of a string with minLength or maxLength, and what JSON does."""
+
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|.)", re.DOTALL)
 
 _PR_SET_PDEATHSIG = 1
 _PLACE_IN_SOURCE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
@@ -109,6 +111,8 @@ class Compiler:
 
     def _compile_strictly(self, rules: str) -> Any:
         """Compile rules in whose strings of bounded length control characters stood, which JSON does not allow."""
+        # What is printed as \xe7 would take the hexadecimal digits behind it with it when it is read again.
+        rules = _ESCAPE.sub(lambda found: rf"\u00{found[1]}" if found[1] else found[0], rules)
         return self._compiler.compile_grammar_from_strings(rules.replace(_LOOSE_CHARACTER, _CHARACTER), "root")
 
     def _regex(self, text: str) -> Any:

@@ -101,6 +101,47 @@ def test_what_a_schema_says_is_enforced(
         assert not matching.takes(text), text
 
 
+ODD: list[tuple[Any, list[str], list[str]]] = [
+    (
+        {"enum": ["français", "aéb", "日本a", "😀b", "x\\xe7a", "\x01a", "\x85b"]},
+        ["français", "aéb", "日本a", "😀b"],
+        ["fran\u0e7ais"],
+    ),
+    ({"type": "string", "pattern": "^[é-üa]{2}ça$"}, ["éaça"], ["éa\u0e7a", "xxça"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), ODD)
+def test_characters_beyond_ascii(
+    compiler: Compiler, folder: Path, schema: Any, good: list[str], bad: list[str]
+) -> None:
+    beside = {"type": "string", "maxLength": 2}
+    for whole in (one(**schema), {**one(**schema), "properties": {"é": beside, "a": schema}, "required": ["é", "a"]}):
+        matching = Matching(compiler, folder, "json_schema", json.dumps(whole))
+        before = {"é": "x"} if "é" in whole["properties"] else {}
+        assert all(matching.takes(json.dumps(before | {"a": value}, ensure_ascii=False)) for value in good)
+        assert not any(matching.takes(json.dumps(before | {"a": value}, ensure_ascii=False)) for value in bad)
+
+
+BESIDE = [entry for entry in ENFORCED if not (isinstance(entry[0], dict) and "$defs" in entry[0])]
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), BESIDE, ids=[json.dumps(s)[:60] for s, _, _ in BESIDE])
+def test_what_stands_beside_a_bounded_string_is_enforced(
+    compiler: Compiler, folder: Path, schema: Any, good: list[str], bad: list[str]
+) -> None:
+    whole = {
+        "type": "object",
+        "properties": {"s": {"type": "string", "maxLength": 2}, "v": schema},
+        "required": ["s", "v"],
+    }
+    matching = Matching(compiler, folder, "json_schema", json.dumps(whole))
+    for text in good:
+        assert matching.takes(f'{{"s": "é", "v": {text}}}'), text
+    for text in bad:
+        assert not matching.takes(f'{{"s": "é", "v": {text}}}'), text
+
+
 REFUSED: list[tuple[Any, str]] = [
     ({"type": 3}, "#/type: 3 is no type"),
     ({"type": "text"}, '#/type: "text" is no type'),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from octavo.wire import codec
 from octavo.wire.columns import pack_floats, pack_ints, same_length, unpack_floats, unpack_ints
 from octavo.wire.errors import MalformedMessage, ProtocolMismatch
-from octavo.wire.handshake import FrontendHello, Heartbeat, WorkerFacts, WorkerHello
+from octavo.wire.handshake import PROTOCOL_VERSION, FrontendHello, Heartbeat, WorkerFacts, WorkerHello
 from octavo.wire.plan import FLAG_SAMPLE, NewRow, RowLogprobs, RowSampling, StepPlan, StepResult
 from octavo.wire.requests import (
     BeamParams,
@@ -217,7 +217,7 @@ def test_a_search_that_contradicts_itself_is_malformed(change: dict[str, object]
 def test_another_protocol_version_is_named() -> None:
     frame = bytearray(codec.encode(Heartbeat()))
     frame[2] = 99
-    with pytest.raises(ProtocolMismatch, match="version 99, this process speaks 2"):
+    with pytest.raises(ProtocolMismatch, match=f"version 99, this process speaks {PROTOCOL_VERSION}"):
         codec.decode_from_peer(bytes(frame))
 
 
