@@ -347,8 +347,8 @@ class Scheduler:
         found = sort_faults(matched)
         # Of all at once: one may have dropped what another published.
         suspect_blocks = worker.planner.cache.withdraw(found.broken, found.suspects)
-        for request, reason in found.failing:
-            self._roster.fail(request, FailureCode.INTERNAL, reason)
+        for request, code, reason in found.failing:
+            self._roster.fail(request, code, reason)
         for s in found.again:
             for each in (s,) if s.request.group is None else s.request.sequences:
                 each.uses_cache = False

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 from octavo.scheduler.pipeline import Matched
 from octavo.scheduler.sequence import Request, Sequence
 from octavo.wire.plan import FAULT_GRAMMAR, FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS
+from octavo.wire.requests import FailureCode
 
-_REASONS = {
-    FAULT_NONFINITE_LOGITS: "non-finite logits",
-    FAULT_NO_CANDIDATE: "masks and filters left no id that could be drawn",
-    FAULT_GRAMMAR: "no token goes on with the output in the form that was asked for",
+_FAILURES = {
+    FAULT_NONFINITE_LOGITS: (FailureCode.INTERNAL, "non-finite logits"),
+    # What the request itself asks for contradicts itself: to try again would not help.
+    FAULT_NO_CANDIDATE: (FailureCode.INVALID, "masks and filters left no id that could be drawn"),
+    FAULT_GRAMMAR: (FailureCode.INTERNAL, "no token goes on with the output in the form that was asked for"),
 }
 
 
@@ -21,7 +23,7 @@ class Faults:
     """Sequences whose values broke, and their stays in the batch."""
     suspects: list[Sequence] = field(default_factory=list)
     """Of these, those that may have found broken blocks."""
-    failing: list[tuple[Request, str]] = field(default_factory=list)
+    failing: list[tuple[Request, FailureCode, str]] = field(default_factory=list)
     again: list[Sequence] = field(default_factory=list)
     """What they found may be what is broken: they compute everything themselves."""
 
@@ -44,5 +46,5 @@ def sort_faults(matched: Matched) -> Faults:
         if is_broken and s.uses_cache and (s.num_cached > 0 or s.residency != residency):
             found.again.append(s)
         else:
-            found.failing.append((s.request, _REASONS.get(fault, f"fault {fault}")))
+            found.failing.append((s.request, *_FAILURES.get(fault, (FailureCode.INTERNAL, f"fault {fault}"))))
     return found

@@ -52,7 +52,7 @@ def _a_dead_end_fails_alone(running: Service) -> None:
     dead.stopping.min_tokens, dead.stopping.max_tokens = 8, 16
     with pytest.raises(grpc.RpcError) as raised:
         running.generation.Generate(pb.GenerateRequest(input=dead), timeout=60)
-    assert raised.value.code() is grpc.StatusCode.INTERNAL
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "left no id that could be drawn" in str(raised.value.details())
     text = "".join(event.delta.text for event in other)
     jsonschema.validate(json.loads(text), SCHEMA)

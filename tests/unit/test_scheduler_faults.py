@@ -64,18 +64,18 @@ def test_nonfinite_logits_of_one_choice_end_the_request_and_nothing_else() -> No
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "code", "message"),
     [
-        (FAULT_NONFINITE_LOGITS, "non-finite logits"),
-        (FAULT_NO_CANDIDATE, "masks and filters left no id that could be drawn"),
-        (77, "fault 77"),
+        (FAULT_NONFINITE_LOGITS, FailureCode.INTERNAL, "non-finite logits"),
+        (FAULT_NO_CANDIDATE, FailureCode.INVALID, "masks and filters left no id that could be drawn"),
+        (77, FailureCode.INTERNAL, "fault 77"),
     ],
 )
-def test_a_fault_is_named(fault: int, message: str) -> None:
+def test_a_fault_is_named(fault: int, code: FailureCode, message: str) -> None:
     core = started(FACTS)
     submit(core, 1, [1])
     (output,) = core.on_event(result(1, [], [], fault_row=[0], fault=[fault]), 100.0)
-    assert output == EmitOutput(FRONTEND, StepOutput(failed=(RequestFailed(1, FailureCode.INTERNAL, message),)))
+    assert output == EmitOutput(FRONTEND, StepOutput(failed=(RequestFailed(1, code, message),)))
     core.check()
 
 
