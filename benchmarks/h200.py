@@ -15,12 +15,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks._processes import end
 from octavo.cli.bench_signals import ending_in_order, held
 
 ENGINE = "benchmarks/engine.py"
 ROOT = Path(__file__).resolve().parent.parent
-END_TIMEOUT_S = 30.0
-"""For a program to end its processes and remove its folders."""
 
 
 def programs(out: Path, commit: list[str]) -> list[tuple[str, list[str]]]:
@@ -71,7 +70,7 @@ def run_all(options: argparse.Namespace) -> list[str]:
 
 
 def run(command: list[str], timeout_s: float) -> None:
-    """Run a program to its end; whatever comes between, it is told to end, and has END_TIMEOUT_S to tidy up.
+    """Run a program to its end; whatever comes between, it is told to end, and has a while to tidy up.
 
     Raises:
         subprocess.CalledProcessError: it failed.
@@ -85,17 +84,6 @@ def run(command: list[str], timeout_s: float) -> None:
             end(process)
     if code:
         raise subprocess.CalledProcessError(code, command)
-
-
-def end(process: "subprocess.Popen[bytes]") -> None:
-    """End a program in order, if it has not ended; kill it where that takes too long."""
-    if process.poll() is None:
-        process.terminate()
-    try:
-        process.wait(END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 if __name__ == "__main__":

@@ -22,13 +22,14 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks._processes import end
 from octavo.cli.bench_models import CONFIGS, write_config_folder
 from octavo.cli.bench_signals import ending_in_order, held
 
 OCTAVO = [sys.executable, "-m", "octavo.cli.main"]
 DOORS = ("grpc", "http")
 PEERS = Path(__file__).parent / "peers" / "vllm_0.26_h200.jsonl"
-START_TIMEOUT_S, LOAD_TIMEOUT_S, END_TIMEOUT_S = 300.0, 420.0, 40.0
+START_TIMEOUT_S, LOAD_TIMEOUT_S = 300.0, 420.0
 POLL_INTERVAL_S = 0.2
 
 
@@ -68,12 +69,7 @@ def service(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, int
         yield ports
     finally:
         with held():
-            process.terminate()
-            try:
-                process.wait(END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end(process)
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", port: int) -> None:

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from tests.support.frontend_client import Service, running_frontend
+from tests.support.http_client import Doors, running_doors
 from tests.support.scripted_scheduler import ScriptedScheduler
 from tests.support.tiny_tokenizers import write_model_folder
 
@@ -35,6 +36,14 @@ async def service(tiny_model: Path, scheduler: ScriptedScheduler, address: str) 
     async with running_frontend(tiny_model, address) as running:
         await scheduler.session_begun()
         await running.until_health(serving=True)
+        yield running
+
+
+@pytest.fixture
+async def doors(tiny_model: Path, scheduler: ScriptedScheduler, address: str) -> AsyncIterator[Doors]:
+    async with running_doors(tiny_model, address) as running:
+        await scheduler.session_begun()
+        await running.grpc.until_health(serving=True)
         yield running
 
 

@@ -1,7 +1,6 @@
 """Texts that are none, through every door: refused with the field's name, before anything is asked of the scheduler."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -10,21 +9,18 @@ import pytest
 
 from octavo.v1 import tokenizer_pb2
 from tests.support.frontend_client import WAIT_S, parse, refusal
-from tests.support.http_client import Doors, running_doors
+from tests.support.http_client import Doors
 from tests.support.scripted_scheduler import ScriptedScheduler
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 
 
-@pytest.fixture
-async def doors(tiny_model: Path, scheduler: ScriptedScheduler, address: str) -> AsyncIterator[Doors]:
-    async with running_doors(tiny_model, address) as running:
-        await scheduler.session_begun()
-        await running.grpc.until_health(serving=True)
-        yield running
-        await running.until_idle()
-        assert scheduler.nothing_came()
+@pytest.fixture(autouse=True)
+async def nothing_reaches_the_scheduler(doors: Doors, scheduler: ScriptedScheduler) -> AsyncIterator[None]:
+    yield
+    await doors.until_idle()
+    assert scheduler.nothing_came()
 
 
 @pytest.mark.parametrize(

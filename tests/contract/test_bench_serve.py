@@ -16,7 +16,7 @@ from octavo.cli.bench_serve_job import Dataset, Job, Target
 from octavo.cli.bench_workloads import Workload
 from octavo.wire.handshake import ServiceFacts
 from octavo.wire.requests import FailureCode, FinishReason, SubmitRequest
-from tests.support.http_client import Doors, running_doors
+from tests.support.http_client import Doors
 from tests.support.scripted_scheduler import ScriptedScheduler
 
 FACTS = ServiceFacts(vocab_size=2000, max_model_len=2048, block_size=16, max_num_seqs=8)
@@ -59,14 +59,6 @@ def row_of(path: Path) -> dict[str, Any]:
 @pytest.fixture
 async def scheduler(address: str) -> AsyncIterator[ScriptedScheduler]:
     with ScriptedScheduler(address, FACTS) as running:
-        yield running
-
-
-@pytest.fixture
-async def doors(tiny_model: Path, scheduler: ScriptedScheduler, address: str) -> AsyncIterator[Doors]:
-    async with running_doors(tiny_model, address) as running:
-        await scheduler.session_begun()
-        await running.grpc.until_health(serving=True)
         yield running
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,12 @@ from octavo.v1 import generation_pb2 as pb
 from octavo.wire.requests import CancelRequest, FailureCode, FinishReason, SubmitRequest
 from tests.support.certificates import make_authority
 from tests.support.frontend_client import WAIT_S, parse
-from tests.support.http_client import Doors, running_doors
+from tests.support.http_client import Doors
 from tests.support.scripted_scheduler import ScriptedScheduler
 
 HOST = "127.0.0.1"
 STREAM = "/octavo.v1.GenerationService/GenerateStream"
 TEXT = list(b"All the tokens of a text")
-
-
-@pytest.fixture
-async def doors(tiny_model: Path, scheduler: ScriptedScheduler, address: str) -> AsyncIterator[Doors]:
-    async with running_doors(tiny_model, address) as running:
-        await scheduler.session_begun()
-        await running.grpc.until_health(serving=True)
-        yield running
 
 
 def message(**fields: object) -> bytes:

@@ -6,7 +6,6 @@ The ids are those of the project's catalogue of faults (F) and of bugs seen else
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,6 @@ from tests.support.tiny_tokenizers import write_model_folder
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 USER = [{"role": "user", "content": "x"}]
-
-
-@pytest.fixture
-async def doors(tiny_model: Path, scheduler: ScriptedScheduler, address: str) -> AsyncIterator[Doors]:
-    async with running_doors(tiny_model, address) as running:
-        await scheduler.session_begun()
-        await running.grpc.until_health(serving=True)
-        yield running
 
 
 # Written as JSON: what Python would not write is among it. {} stands in the place of the prompt or the messages.

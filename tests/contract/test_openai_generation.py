@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,6 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 EOS = 256
 HELLO: Any = [{"role": "user", "content": "hello"}]
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-
-
-@pytest.fixture
-async def doors(tiny_model: Path, scheduler: ScriptedScheduler, address: str) -> AsyncIterator[Doors]:
-    async with running_doors(tiny_model, address) as running:
-        await scheduler.session_begun()
-        await running.grpc.until_health(serving=True)
-        yield running
 
 
 async def test_a_completion(doors: Doors, scheduler: ScriptedScheduler) -> None:

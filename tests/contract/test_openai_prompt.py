@@ -1,27 +1,17 @@
 """Echo and log-probabilities of prompts over HTTP, in the forms of OpenAI and vLLM."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octavo.wire.requests import FinishReason, SubmitRequest
-from tests.support.http_client import Doors, read_events, running_doors
+from tests.support.http_client import Doors, read_events
 from tests.support.scripted_scheduler import ScriptedScheduler
 
 LENGTH = FinishReason.LENGTH
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 TURNS: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "you"}]
-
-
-@pytest.fixture
-async def doors(tiny_model: Path, scheduler: ScriptedScheduler, address: str) -> AsyncIterator[Doors]:
-    async with running_doors(tiny_model, address) as running:
-        await scheduler.session_begun()
-        await running.grpc.until_health(serving=True)
-        yield running
 
 
 async def ask(doors: Doors, scheduler: ScriptedScheduler, path: str, output: bytes = b"xy", **body: Any) -> Any:
