@@ -80,7 +80,7 @@ class Pacer:
         share = self.share if len(streams) >= MIN_HELD else 0.0
         num_turns = 1 + int(MAX_HOLD_S / self._interval_s)
         if not share or num_turns == 1:
-            self._release([stream for stream in streams if stream.handle not in self._held])
+            self._wake_now([*(stream for _, stream in self._held.values()), *streams])
             return
         self._turn += 1
         due, others = [], []
@@ -92,19 +92,13 @@ class Pacer:
                 due.append(stream)
             else:
                 self._held.setdefault(stream.handle, (now, stream))
-        for stream in due:
-            self._held.pop(stream.handle, None)
-            stream.wake()
-        for stream in others:
-            self._held.pop(stream.handle, None)
-            stream.wake()
+        self._wake_now(due + others)
         self._set_timer()
 
-    def _release(self, streams: Sequence[Paced]) -> None:
-        for _, stream in self._held.values():
-            stream.wake()
-        self._held.clear()
+    def _wake_now(self, streams: Sequence[Paced]) -> None:
+        """Wake streams in this order; to be woken twice is as good as once."""
         for stream in streams:
+            self._held.pop(stream.handle, None)
             stream.wake()
 
     def _observe(self, cost_s: float, now: float) -> None:
@@ -121,8 +115,7 @@ class Pacer:
     def _on_timer(self) -> None:
         self._timer = None
         oldest = self._time() - MAX_HOLD_S
-        for handle in [handle for handle, (since, _) in self._held.items() if since <= oldest]:
-            self._held.pop(handle)[1].wake()
+        self._wake_now([stream for since, stream in self._held.values() if since <= oldest])
         self._set_timer()
 
 
