@@ -121,7 +121,7 @@ def throughput(
     def measure(bench: Bench, vocab_size: int) -> Row:
         return bench_suite.measure(bench, vocab_size, name, sizes)
 
-    _measure(context.params, check, measure, with_rates=True)
+    _measure(bench_report.with_paths(context.params), check, measure, with_rates=True)
 
 
 @app.command("latency", cls=Command)
@@ -168,7 +168,7 @@ def latency(
         with bench_suite.timed(f"latency_b{batch_size}", workload):
             return bench.latency(workload, num_iters)
 
-    _measure(context.params, check, measure)
+    _measure(bench_report.with_paths(context.params), check, measure)
 
 
 def _measure(

@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,6 +96,12 @@ def describe_client() -> Row:
         "client_device": _device("any"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def with_paths(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a command with paths as such: depending on its version typer's context has them as text."""
+    one = {name: Path(parameters[name]) for name in ("output_json", "result_dir") if parameters.get(name) is not None}
+    return {**parameters, **one, "peers": [Path(path) for path in parameters.get("peers") or ()]}
 
 
 def read_rows(paths: Iterable[Path]) -> list[Row]:

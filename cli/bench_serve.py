@@ -110,7 +110,7 @@ def serve(
     'octavo cache reset' does it.
     """
     with ending_in_order():
-        _serve(context.params)
+        _serve(bench_report.with_paths(context.params))
 
 
 def _serve(parameters: dict[str, Any]) -> None:

@@ -285,8 +285,9 @@ def test_no_top_ids_and_no_rows() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_samples_alike(backend: str) -> None:
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    logits, zero = torch.randn(1, 500), torch.tensor([0])
-    assert get_ops(backend).sample(logits, torch.tensor([1.0]), zero + 3, zero, zero).tolist() == [
-        draw(logits[0], 1.0, 3)
-    ]
+    logits = torch.randn(1, 500)
+    temperature, seed, zero = (torch.tensor([x], device=device) for x in (1.0, 3, 0))
+    drawn = get_ops(backend).sample(logits.to(device), temperature, seed, zero, zero)
+    assert drawn.tolist() == [draw(logits[0], 1.0, 3)]
