@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from octavo.wire.plan import NonNegative
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Of the messages of octavo.wire; peers of different versions refuse each other."""
 
 
