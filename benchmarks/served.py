@@ -4,7 +4,9 @@
 
 serves a model of `octavo.cli.bench_models` with dummy weights and a made-up tokenizer of its size, on ports of its own, and
 runs `octavo bench serve --dataset-name serving` against each door: a closed loop of streaming clients in processes of
-their own, as the peers' rows have it. Exits with 1 if a load failed.
+their own, as the peers' rows have it. Before each load other requests warm the door, and the prefix cache is emptied. A
+row also says what share of a core each part of the service took (`frontend_cpu_percent`, ...; start and end of the client
+processes are within the time). Exits with 1 if a load failed.
 """
 
 import argparse
@@ -18,8 +20,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks._processes import end
@@ -28,9 +32,36 @@ from octavo.cli.bench_signals import ending_in_order, held
 
 OCTAVO = [sys.executable, "-m", "octavo.cli.main"]
 DOORS = ("grpc", "http")
+ROLES = ("frontend", "scheduler", "worker")
 PEERS = Path(__file__).parent / "peers" / "vllm_0.26_h200.jsonl"
 START_TIMEOUT_S, LOAD_TIMEOUT_S = 300.0, 420.0
 POLL_INTERVAL_S = 0.2
+WARMUP_INPUT_LEN, WARMUP_OUTPUT_LEN = 128, 32
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service that runs.
+
+    Attributes:
+        process: its first one.
+        ports: by door.
+        start_s: until it was ready.
+    """
+
+    process: psutil.Process
+    ports: dict[str, int]
+    start_s: float
+
+    def cpu_s(self) -> dict[str, float]:
+        """Return the CPU time of all processes of each role, so far."""
+        used = dict.fromkeys(ROLES, 0.0)
+        for process in self.process.children(recursive=True):
+            role = next((argument for argument in process.cmdline() if argument in ROLES), None)
+            if role is not None:
+                times = process.cpu_times()
+                used[role] += times.user + times.system
+        return used
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -53,8 +84,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def service(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, int]]:
-    """Serve the model of a folder, and yield the port of each door once it is ready.
+def service(options: argparse.Namespace, folder: Path) -> Iterator[Service]:
+    """Serve the model of a folder, and yield the service once it is ready.
 
     Raises:
         RuntimeError: it is not ready in time, or has ended.
@@ -65,39 +96,71 @@ def service(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, int
     command += ["--num-frontends", str(options.num_frontends), *options.serve_args.split()]
     process = subprocess.Popen(command)
     try:
-        _wait_ready(process, ports["http"])
-        yield ports
+        start_s = _wait_ready(process, ports["http"])
+        yield Service(psutil.Process(process.pid), ports, start_s)
     finally:
         with held():
             end(process)
 
 
-def _wait_ready(process: "subprocess.Popen[bytes]", port: int) -> None:
+def _wait_ready(process: "subprocess.Popen[bytes]", port: int) -> float:
     began = time.monotonic()
-    while time.monotonic() - began < START_TIMEOUT_S:
+    while (passed := time.monotonic() - began) < START_TIMEOUT_S:
         if process.poll() is not None:
             raise RuntimeError(f"the service ended with status {process.returncode}")
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as answer:
                 if answer.status == 200:
-                    print(f"# ready after {time.monotonic() - began:.1f} s", flush=True)
-                    return
+                    print(f"# ready after {passed:.1f} s", flush=True)
+                    return passed
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             pass  # it is not there, or answers 503
         time.sleep(POLL_INTERVAL_S)
     raise RuntimeError(f"the service is not ready after {START_TIMEOUT_S:g} s")
 
 
-def load(options: argparse.Namespace, door: str, port: int, concurrency: int) -> bool:
-    """Put a closed loop on a door; say whether every request was answered."""
-    command = [*OCTAVO, "bench", "serve", "--dataset-name", "serving", "--max-concurrency", str(concurrency)]
-    command += ["--num-clients", str(options.num_clients), "--num-warmups", str(concurrency)]
-    command += ["--output-json", str(options.out), "--model", options.model, "--peers", str(PEERS)]
-    command += ["--label", options.label] if options.label else []
-    command += ["--vocab-size", str(CONFIGS[options.model]["vocab_size"])]
+def load(options: argparse.Namespace, served: Service, door: str, concurrency: int) -> bool:
+    """Put a closed loop on a door and add its row to the file; say whether every request was answered."""
+    command = [*OCTAVO, "bench", "serve", "--max-concurrency", str(concurrency), "--model", options.model]
+    command += ["--num-clients", str(options.num_clients), "--vocab-size", str(CONFIGS[options.model]["vocab_size"])]
+    port = served.ports[door]
     command += ["--address", f"127.0.0.1:{port}"] if door == "grpc" else ["--base-url", f"http://127.0.0.1:{port}"]
     print(f"# {door}, {concurrency} clients", flush=True)
-    return subprocess.run(command, timeout=LOAD_TIMEOUT_S, check=False).returncode == 0
+    _warm_up(command, concurrency)
+    reset = [*OCTAVO, "cache", "reset", "--address", f"127.0.0.1:{served.ports['grpc']}"]
+    subprocess.run(reset, timeout=LOAD_TIMEOUT_S, check=True)
+    row_file = options.out.with_suffix(".row")
+    command += ["--dataset-name", "serving", "--output-json", str(row_file), "--peers", str(PEERS)]
+    command += ["--label", options.label] if options.label else []
+    began, before = time.monotonic(), served.cpu_s()
+    code = subprocess.run(command, timeout=LOAD_TIMEOUT_S, check=False).returncode
+    after, passed = served.cpu_s(), time.monotonic() - began
+    shares = {f"{role}_cpu_percent": round(100 * (after[role] - before[role]) / passed, 1) for role in ROLES}
+    print(f"# % of a core: {shares}", flush=True)
+    if not row_file.exists():
+        return False
+    row = json.loads(row_file.read_text())
+    row_file.unlink()
+    about = {"engine": "octavo", "version": row["client_version"], "commit": options.commit or row["client_commit"]}
+    about |= {
+        "device": row["client_device"],
+        "num_frontends": options.num_frontends,
+        "start_s": round(served.start_s, 1),
+    }
+    with options.out.open("a") as file:
+        file.write(json.dumps(about | row | shares) + "\n")
+    return code == 0
+
+
+def _warm_up(command: list[str], concurrency: int) -> None:
+    sizes = ["--num-prompts", str(concurrency), "--random-input-len", str(WARMUP_INPUT_LEN)]
+    sizes += ["--random-output-len", str(WARMUP_OUTPUT_LEN)]
+    done = subprocess.run(
+        [*command, *sizes], timeout=LOAD_TIMEOUT_S, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    if done.returncode:
+        sys.stdout.write(done.stdout.decode("utf-8", "replace"))
+        raise RuntimeError(f"the warm-up failed with status {done.returncode}")
 
 
 def main() -> None:
@@ -110,15 +173,16 @@ def main() -> None:
     parser.add_argument("--num-frontends", type=int, default=1)
     parser.add_argument("--serve-args", default="", help="further flags of octavo serve, in one word")
     parser.add_argument("--label", help="written into the rows")
+    parser.add_argument("--commit", help="of Octavo, where there is no git to ask")
     parser.add_argument("--out", type=Path, required=True, help="file that the rows are added to")
     options = parser.parse_args()
     failed = []
     with ending_in_order(), tempfile.TemporaryDirectory(prefix="octavo-served-") as parent:
         folder = write_config_folder(options.model, Path(parent))
         write_tokenizer(folder, CONFIGS[options.model]["vocab_size"])
-        with service(options, folder) as ports:
+        with service(options, folder) as served:
             for door in options.doors:
-                failed += [f"{door} {n}" for n in options.concurrency if not load(options, door, ports[door], n)]
+                failed += [f"{door} {n}" for n in options.concurrency if not load(options, served, door, n)]
     if failed:
         sys.exit(f"requests failed: {', '.join(failed)}")
 

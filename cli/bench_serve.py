@@ -75,7 +75,12 @@ def serve(
     num_connections: Annotated[
         int, _option("--num-connections", "Connections of each client over gRPC.", min=1, max=1024)
     ] = 8,
-    num_warmups: Annotated[int, _option("--num-warmups", "Requests that come before and do not count.", min=0)] = 0,
+    num_warmups: Annotated[
+        int,
+        _option(
+            "--num-warmups", "Requests of the load that come before, too, uncounted: cached ones afterwards.", min=0
+        ),
+    ] = 0,
     temperature: Annotated[float, _option("--temperature", "Of sampling.", min=0.0)] = 0.0,
     ignore_eos: Annotated[
         bool, _option("--ignore-eos/--no-ignore-eos", "Answers have exactly the asked length (not OpenAI's own field).")

@@ -69,9 +69,8 @@ class DeviceRows:
             inputs.copy_rows(self.ids, self.tables, source, target)
             self._temperature[fork.target] = self._temperature[fork.source]
             self._noise[:, fork.target] = self._noise[:, fork.source]
-            self._noise[1, fork.target].fill_(
-                fork.choice
-            )  # an assigned number is copied from host memory, and waited for
+            # An assigned number would be copied from host memory, and waited for.
+            self._noise[1, fork.target].fill_(fork.choice)
 
     def go_on(self, beams: list[Beam]) -> None:
         """Let rows go on with chosen ids, themselves or as copies of others; no source is the target of another one."""
