@@ -22,8 +22,8 @@ from benchmarks._record import record
 from octavo.cli.bench_models import write_config_folder
 from octavo.wire.plan import RowSampling, StepPlan
 from octavo.worker.config import WorkerConfig
+from octavo.worker.interface import Runner
 from octavo.worker.loading import load
-from octavo.worker.runner import Runner
 from tests.support.plan_driver import PlanDriver
 
 BATCHES = (1, 8, 32, 64, 128, 256)

@@ -1,13 +1,16 @@
 """octavo frontend | scheduler | worker: one process each, as compose or an operator starts them."""
 
+import os
 import sys
 
 import typer
 
 from octavo.cli import logs, options, parent
 from octavo.cli.command import Command
+from octavo.cli.errors import ConfigurationError
 from octavo.cli.model_store import resolve
 from octavo.cli.places import default_scheduler_address
+from octavo.wire import failpoints
 
 
 def frontend(
@@ -182,6 +185,10 @@ def worker(
 
 def _begin(role: str, log_level: str, parent_pid: int | None) -> None:
     logs.configure(role, log_level)
+    try:
+        failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
+    except failpoints.FaultSpecError as error:
+        raise ConfigurationError(str(error)) from error
     if parent_pid is not None:
         parent.exit_with_parent(parent_pid)
 

@@ -21,6 +21,7 @@ from octavo.wire.channel import HEARTBEAT_INTERVAL_S, DealerChannel
 from octavo.wire.codec import FromPeer, FromScheduler
 from octavo.wire.curve import load_peer_keys
 from octavo.wire.errors import WireError
+from octavo.wire.failpoints import failpoint
 from octavo.wire.handshake import PROTOCOL_VERSION, FrontendHello, FrontendWelcome, ServiceFacts, WorkerState
 from octavo.wire.ids import BootId
 from octavo.wire.peer import Peer, PeerEvent, PeerRefused, SessionBegan, SessionEnded, Waiting
@@ -228,6 +229,7 @@ class SchedulerClient:
         self._pump_due = None
         if self._closed:
             return
+        failpoint("frontend.before_receive")
         try:
             for event in self._peer.step():
                 self._on_event(event)
@@ -273,12 +275,14 @@ class SchedulerClient:
             self.reason = event.reason
 
     def _on_output(self, output: StepOutput) -> None:
+        failpoint("frontend.after_receive")
         try:
             self.streams.apply(output)
         except WireError as error:
             event = self._peer.reset(str(error))
             if event is not None:
                 self._on_event(event)
+        failpoint("frontend.after_compute")
 
     def _on_session_began(self, event: SessionBegan) -> None:
         if not isinstance(event.welcome, FrontendWelcome):

@@ -12,6 +12,7 @@ from octavo.frontend.journal import Journal
 from octavo.frontend.positions import PositionGap
 from octavo.frontend.tools.choice import ParsedChoice
 from octavo.frontend.tools.parser import OutputForm
+from octavo.wire.failpoints import failpoint
 from octavo.wire.handshake import ServiceFacts
 from octavo.wire.prompt_logprobs import PromptLogprobs
 from octavo.wire.requests import ChoiceFinished, FinishReason, RequestStarted, SubmitRequest
@@ -350,10 +351,12 @@ class Writing:
         self._task = asyncio.current_task()
 
     def __enter__(self) -> None:
+        failpoint("frontend.before_reply")
         self._stream.interrupt = self._task.cancel if self._task is not None else None
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> bool:
         self._stream.interrupt = None
+        failpoint("frontend.after_reply")
         is_own = isinstance(error, asyncio.CancelledError) and self._stream.error is not None
         if not is_own or self._task is None:
             return False

@@ -22,6 +22,7 @@ from octavo.scheduler.peers import PeerRecord
 from octavo.scheduler.sessions import Channel, Sessions
 from octavo.scheduler.trace import PlanTrace
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S
+from octavo.wire.failpoints import failpoint
 from octavo.wire.ids import BootId, SessionId, new_session_id
 from octavo.wire.requests import DrainBegun, DrainService, ProcessInfo, StatusReport, StatusRequest
 
@@ -76,6 +77,7 @@ class Service:
         Args:
             now: monotonic seconds.
         """
+        failpoint("scheduler.before_receive")
         self.sessions.receive(now)
         self.sessions.keep_alive(now, self.core.has_outstanding_plans)
         happened = self._settle(now)
@@ -102,11 +104,13 @@ class Service:
         Returns whether anything had happened.
         """
         events = self.sessions.take_events()
-        happened = bool(events)
+        if happened := bool(events):
+            failpoint("scheduler.after_receive")
         while True:
             self._trace_results(events, now)
             instructions = self.decide(events, now)
-            self._perform(instructions, now)
+            if instructions:
+                self._perform(instructions, now)
             happened = happened or bool(instructions)
             events = self.sessions.take_events()
             if not events:
@@ -120,6 +124,7 @@ class Service:
                 self._trace.result(event.result, now)
 
     def _perform(self, instructions: list[Instruction], now: float) -> None:
+        failpoint("scheduler.after_compute")
         for instruction in instructions:
             match instruction:
                 case SendPlan(plan):
@@ -128,11 +133,13 @@ class Service:
                     if (peer := self._peer(plan.epoch)) is not None:
                         self.sessions.send(peer, plan)
                 case EmitOutput(frontend, message) | AnswerCacheReset(frontend, message):
+                    failpoint("scheduler.before_reply")
                     if (peer := self._peer(frontend)) is not None:
                         self.sessions.send(peer, message)
                 case EndWorkerSession(session, reason) | EndFrontendSession(session, reason):
                     if (peer := self._peer(session)) is not None:
                         self.sessions.end(peer, reason)
+        failpoint("scheduler.after_reply")
 
     def _peer(self, session: int) -> PeerRecord | None:
         return self.sessions.peers.by_session(SessionId(session))

@@ -14,13 +14,14 @@ from octavo.worker import backends, kv_cache, memory
 from octavo.worker.config import WorkerConfig
 from octavo.worker.errors import MemoryShortage, StartError
 from octavo.worker.grammar import Grammars
+from octavo.worker.interface import Runner
 from octavo.worker.memory import in_words
 from octavo.worker.mirror import RowLimits
 from octavo.worker.models.config import ModelConfig, load_model_config
 from octavo.worker.models.decoder import Decoder
 from octavo.worker.models.layers import Placement, ShardSpec
 from octavo.worker.rehearsal import rehearsed
-from octavo.worker.runner import EagerRunner, Runner
+from octavo.worker.runner import EagerRunner
 from octavo.worker.warmup import warm_up
 from octavo.worker.weights import fill_dummy, load_weights
 

@@ -7,13 +7,14 @@ import time
 import zmq
 
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S
+from octavo.wire.failpoints import failpoint
 from octavo.wire.handshake import PROTOCOL_VERSION, WorkerFacts, WorkerHello
 from octavo.wire.ids import BootId
 from octavo.wire.peer import Peer, SessionBegan, SessionEnded
 from octavo.wire.plan import StepPlan
 from octavo.wire.signals import StopSignal
 from octavo.worker.errors import PlanError
-from octavo.worker.runner import LOOK_INTERVAL_S, Runner
+from octavo.worker.interface import LOOK_INTERVAL_S, Runner
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class WorkerLoop:
         while not self._stop.requested():
             self._send_results()
             self._wait()
+            failpoint("worker.before_receive")
             for event in self._peer.step():
                 if self._stop.requested():
                     break
@@ -110,6 +112,7 @@ class WorkerLoop:
 
     def _launch(self, plan: StepPlan) -> bool:
         """Start what a plan asks for; False if this ended the session."""
+        failpoint("worker.after_receive")
         try:
             if plan.epoch != self._peer.session_id or plan.step != self._last_step + 1:
                 raise PlanError(f"step {plan.step} of epoch {plan.epoch:x} came after step {self._last_step}")
@@ -124,7 +127,14 @@ class WorkerLoop:
 
     def _send_results(self) -> bool:
         """Send the results that are there; False if this ended the session."""
-        return all(self._peer.send(result) for result in self._runner.take_results())
+        if results := self._runner.take_results():
+            failpoint("worker.after_compute")
+        for result in results:
+            failpoint("worker.before_reply")
+            if not self._peer.send(result):
+                return False
+            failpoint("worker.after_reply")
+        return True
 
     def _forget(self) -> None:
         self._runner.clear()

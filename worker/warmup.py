@@ -2,9 +2,9 @@
 
 from octavo.wire.columns import pack_ints
 from octavo.wire.plan import FLAG_SAMPLE, NewRow, RowSampling, StepPlan
+from octavo.worker.interface import Runner
 from octavo.worker.mirror import RowLimits
 from octavo.worker.rehearsal import everything
-from octavo.worker.runner import Runner
 
 _PLAIN = RowSampling(seed=0)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.wire.columns import unpack_floats, unpack_ints
 from octavo.wire.plan import RowSampling
-from octavo.worker.runner import Runner
+from octavo.worker.interface import Runner
 from tests.support.plan_driver import PlanDriver, faults_of, tokens_of
 
 TOP = 20

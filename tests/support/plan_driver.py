@@ -12,7 +12,7 @@ import msgspec
 
 from octavo.wire.columns import pack_ints, unpack_ints
 from octavo.wire.plan import FLAG_SAMPLE, NewRow, RowSampling, StepPlan, StepResult
-from octavo.worker.runner import Runner
+from octavo.worker.interface import Runner
 
 GREEDY = RowSampling(seed=0, temperature=0.0)
 

@@ -6,8 +6,8 @@ from random import Random
 
 from octavo.wire.columns import pack_floats, pack_ints
 from octavo.wire.plan import RowSampling, StepPlan, StepResult
+from octavo.worker.interface import Runner
 from octavo.worker.mirror import RowLimits
-from octavo.worker.runner import Runner
 from tests.support.plan_driver import GREEDY, PlanDriver, faults_of, tokens_of
 
 SAMPLINGS = (

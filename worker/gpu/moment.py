@@ -5,7 +5,7 @@ import time
 import torch
 
 from octavo.worker.errors import DeviceHung
-from octavo.worker.runner import LOOK_INTERVAL_S
+from octavo.worker.interface import LOOK_INTERVAL_S
 
 HANG_TIMEOUT_S = 60.0
 """A GPU that needs longer for the steps under way does not come back."""
