@@ -18,6 +18,7 @@ _MODULES = {
     "models": "models",
     "status": "status",
     "drain": "status",
+    "live": "live",
     "cache": "cache",
     "keys": "make_keys",
     "doctor": "doctor",

@@ -101,7 +101,7 @@ StallTimeout = Annotated[
     option(
         "--stall-timeout",
         _PROCESS,
-        "Seconds without an answer until a frontend is killed and started again.",
+        "Seconds without an answer until a process is killed and started again.",
         callback=_positive(float),
     ),
 ]
@@ -351,7 +351,14 @@ CurveKeys = Annotated[
     ),
 ]
 LogLevel = Annotated[LevelName, option("--log-level", _PROCESS, "Least level of what is logged.")]
+LiveSocket = Annotated[
+    str,
+    option(
+        "--live-socket",
+        _PROCESS,
+        "Path of a Unix socket where this process tells whether it is alive ('octavo live' asks), for whoever keeps it so.",
+    ),
+]
 ExitWithParent = Annotated[int | None, typer.Option("--exit-with-parent", hidden=True)]
 LocalSocket = Annotated[str, typer.Option("--local-socket", hidden=True)]
-PrivateSocket = Annotated[str, typer.Option("--private-socket", hidden=True)]
 MetricsFile = Annotated[Path | None, typer.Option("--metrics-file", hidden=True)]

@@ -13,7 +13,7 @@ DEFAULT_SOCKET = "scheduler"
 MAX_SOCKET_PATH_BYTES = 107
 """Of Linux: sun_path less its final zero."""
 _LONGEST_SOCKET = f"{DEFAULT_SOCKET}-65535"
-"""live-4194304-63, with the greatest process id and number of a frontend, is as long."""
+"""live-4194304-63, with the greatest process id and number of a frontend, is as long; live-4194304-w is shorter."""
 
 
 def models_folder() -> Path:
@@ -63,19 +63,19 @@ def default_scheduler_address(name: str = DEFAULT_SOCKET) -> str:
     return f"ipc://{folder}/{name}"
 
 
-def private_socket(service: int, index: int) -> str:
-    """Return the path of the socket where a frontend answers for itself alone.
+def live_socket(service: int, name: str) -> str:
+    """Return the path of the socket where a process of a service answers for itself alone.
 
     Args:
         service: tells services of this user apart: a port or a process id.
-        index: number of the frontend.
+        name: of the process, of one or two characters: a frontend's number, or a letter.
 
     Raises:
         ConfigurationError: as `default_scheduler_address`.
     """
     folder = runtime_folder()
     check_socket_paths(folder)
-    return str(folder / f"live-{service}-{index}")
+    return str(folder / f"live-{service}-{name}")
 
 
 def metrics_folder(service: int) -> Path:
@@ -98,9 +98,7 @@ def metrics_folder(service: int) -> Path:
 
 
 def remove_left(service: int, sockets: Iterable[str]) -> None:
-    """Remove what the frontends of a service that has ended left: their sockets, and the folder where they counted.
-
-    The scheduler removes its own.
+    """Remove what the processes of a service that has ended left: their sockets, and the folder where frontends counted.
 
     Args:
         service: as for `metrics_folder`.

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import typer
 
@@ -11,6 +12,10 @@ from octavo.cli.errors import ConfigurationError
 from octavo.cli.model_store import resolve
 from octavo.cli.places import default_scheduler_address
 from octavo.wire import failpoints
+from octavo.wire.live import LiveAnswers, Progress
+
+TURN_LIMIT_S = 60.0
+"""How long one turn of the scheduler's loop may take; it takes milliseconds."""
 
 
 def frontend(
@@ -39,7 +44,7 @@ def frontend(
     reuse_port: options.ReusePort = False,
     health_port: options.HealthPort = None,
     local_socket: options.LocalSocket = "",
-    private_socket: options.PrivateSocket = "",
+    live_socket: options.LiveSocket = "",
     metrics_file: options.MetricsFile = None,
     exit_with_parent: options.ExitWithParent = None,
 ) -> None:
@@ -63,7 +68,7 @@ def frontend(
                 auth=keys.load_auth(api_key, api_key_file, admin_api_key),
                 tls=keys.load_tls(ssl_certfile, ssl_keyfile, ssl_ca_certs),
                 local_socket=local_socket,
-                private_socket=private_socket,
+                private_socket=live_socket,
                 metrics_file=metrics_file,
                 health_port=health_port,
                 reuse_port=reuse_port,
@@ -94,6 +99,7 @@ def scheduler(
     enable_prefix_caching: options.EnablePrefixCaching = True,
     scheduler_address: options.SchedulerAddress = None,
     curve_keys: options.CurveKeys = None,
+    live_socket: options.LiveSocket = "",
     log_level: options.LogLevel = "info",
     config: options.ConfigFile = None,
     exit_with_parent: options.ExitWithParent = None,
@@ -104,12 +110,13 @@ def scheduler(
     from octavo.scheduler.main import run
     from octavo.wire.model_digest import model_digest
 
-    sys.exit(
-        run(
+    progress = Progress(TURN_LIMIT_S)
+    with _watched("scheduler", progress, live_socket):
+        code = run(
             SchedulerConfig(
                 address=scheduler_address or default_scheduler_address(),
                 curve_keys=curve_keys,
-                config_digest=model_digest(resolve(model).folder),
+                config_digest=model_digest(_folder_of(model, progress)),
                 max_model_len=max_model_len,
                 long_prefill_token_threshold=long_prefill_token_threshold,
                 scheduling_policy=scheduling_policy,
@@ -122,9 +129,10 @@ def scheduler(
                 step_timeout_s=step_timeout,
                 recovery_timeout_s=recovery_timeout,
                 trace_plans=trace_plans,
-            )
+            ),
+            progress,
         )
-    )
+    sys.exit(code)
 
 
 def worker(
@@ -145,21 +153,24 @@ def worker(
     kv_cache_dtype: options.KvCacheDtype = "auto",
     num_threads: options.NumThreads = None,
     seed: options.Seed = 0,
+    step_timeout: options.StepTimeout = 300.0,
     scheduler_address: options.SchedulerAddress = None,
     curve_keys: options.CurveKeys = None,
+    live_socket: options.LiveSocket = "",
     log_level: options.LogLevel = "info",
     config: options.ConfigFile = None,
     exit_with_parent: options.ExitWithParent = None,
 ) -> None:
     """Run a worker: weights, KV cache, forward passes, sampling."""
     _begin("worker", log_level, exit_with_parent)
-    from octavo.worker.config import WorkerConfig
-    from octavo.worker.main import run
+    progress = Progress(step_timeout)
+    with _watched("worker", progress, live_socket):  # what is imported here takes seconds, from a slow disk minutes
+        from octavo.worker.config import WorkerConfig
+        from octavo.worker.main import run
 
-    sys.exit(
-        run(
+        code = run(
             WorkerConfig(
-                model_path=resolve(model).folder,
+                model_path=_folder_of(model, progress),
                 address=scheduler_address or default_scheduler_address(),
                 curve_keys=curve_keys,
                 device=device,
@@ -178,9 +189,25 @@ def worker(
                 load_format=load_format,
                 num_threads=num_threads,
                 seed=seed,
-            )
+            ),
+            progress,
         )
-    )
+    sys.exit(code)
+
+
+def _folder_of(model: str, progress: Progress) -> Path:
+    """Return a model's folder; where the model must be fetched first, that takes as long as it takes."""
+    progress.rest()
+    folder = resolve(model).folder
+    progress.move()
+    return folder
+
+
+def _watched(role: str, progress: Progress, path: str) -> LiveAnswers:
+    try:
+        return LiveAnswers(role, progress, path)
+    except OSError as error:
+        raise ConfigurationError(f"cannot answer at --live-socket {path}: {error.strerror or error}") from error
 
 
 def _begin(role: str, log_level: str, parent_pid: int | None) -> None:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import typer
 
-from octavo.cli import keys, logs, options
+from octavo.cli import keys, logs, options, places
 from octavo.cli.command import Command
 from octavo.cli.errors import ConfigurationError
 from octavo.cli.keys import Access
@@ -22,7 +22,6 @@ from octavo.cli.places import (
     check_socket_paths,
     default_scheduler_address,
     metrics_folder,
-    private_socket,
     remove_left,
     runtime_folder,
 )
@@ -96,6 +95,7 @@ def serve(
     address = scheduler_address or default_scheduler_address(f"scheduler-{grpc_port}")
     keys.check_curve(address, curve_keys)
     common = {"scheduler-address": address, "curve-keys": curve_keys, "log-level": log_level}
+    service = grpc_port or os.getpid()
     children = [
         _child(
             "scheduler",
@@ -115,6 +115,7 @@ def serve(
                 "recovery-timeout": recovery_timeout,
                 "trace-plans": trace_plans,
             },
+            live_socket=places.live_socket(service, "s"),
         ),
         _child(
             "worker",
@@ -137,7 +138,9 @@ def serve(
                 "num-gpu-blocks-override": num_gpu_blocks_override,
                 "kv-cache-memory-bytes": kv_cache_memory_bytes,
                 "kv-cache-dtype": kv_cache_dtype,
+                "step-timeout": step_timeout,
             },
+            live_socket=places.live_socket(service, "w"),
         ),
         *_frontends(
             num_frontends,
@@ -245,18 +248,17 @@ def _frontends(
     folder = metrics_folder(ports.grpc_port) if number > 1 else None
     children = []
     for index in range(number):
-        live_socket = private_socket(ports.grpc_port or os.getpid(), index)
         own = {
             "grpc-port": ports.grpc_port,
             "http-port": ports.http_port,
             "reuse-port": number > 1,
-            "private-socket": live_socket,
             "metrics-file": None if folder is None else folder / f"frontend-{index}.metrics",
             # We ask one of them; which one does not matter.
             "local-socket": access.local_socket or None if index == 0 else None,
         }
-        child = _child("frontend", model, common, {**settings, **own}, environment)
-        children.append(replace(child, index=index if number > 1 else None, live_socket=live_socket))
+        path = places.live_socket(ports.grpc_port or os.getpid(), str(index))
+        child = _child("frontend", model, common, {**settings, **own}, environment, path)
+        children.append(replace(child, index=index if number > 1 else None))
     return children
 
 
@@ -266,15 +268,16 @@ def _child(
     common: Mapping[str, object],
     settings: dict[str, object],
     environment: Mapping[str, str] = MappingProxyType({}),
+    live_socket: str = "",
 ) -> ChildSpec:
     arguments = [str(model.folder)]
-    for name, value in {**settings, **common}.items():
+    for name, value in {**settings, **common, "live-socket": live_socket}.items():
         if isinstance(value, bool):
             arguments.append(f"--{name}" if value else f"--no-{name}")
             continue
         for one in value if isinstance(value, list) else [] if value is None else [value]:
             arguments += [f"--{name}", str(one)]
-    return ChildSpec(role, tuple(arguments), environment)
+    return ChildSpec(role, tuple(arguments), environment, live_socket=live_socket)
 
 
 def _reachable(host: str) -> str:

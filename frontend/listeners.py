@@ -1,9 +1,8 @@
 """The sockets that a frontend listens on for HTTP."""
 
-import contextlib
-import os
 import socket
-import stat
+
+from octavo.wire import live
 
 BACKLOG = 256
 """Connections that wait to be accepted. Where file descriptors run out asyncio logs so many failures at a time."""
@@ -36,7 +35,9 @@ def listen_tcp(host: str, port: int, reuse_port: bool = False) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        _begin(listener, place)
+        listener.bind(place)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
     except OSError as error:
         listener.close()
         message = f"cannot listen on {address} (HTTP): is the port taken, or the host another's?"
@@ -50,25 +51,7 @@ def listen_unix(path: str) -> socket.socket:
     Raises:
         CannotListen: the path holds something else, is too long, or its folder is missing.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        remove_socket(path)
-        _begin(listener, path)
-        os.chmod(path, 0o600)
+        return live.listen_unix(path, BACKLOG)
     except OSError as error:
-        listener.close()
         raise CannotListen(f"cannot listen at {path}: {error.strerror or error}") from error
-    return listener
-
-
-def remove_socket(path: str) -> None:
-    """Remove the file of a Unix socket that nobody listens on any more; what is none stays."""
-    with contextlib.suppress(OSError):
-        if stat.S_ISSOCK(os.lstat(path).st_mode):
-            os.unlink(path)
-
-
-def _begin(listener: socket.socket, place: object) -> None:
-    listener.bind(place)  # type: ignore[arg-type]
-    listener.listen(BACKLOG)
-    listener.setblocking(False)

@@ -18,7 +18,7 @@ from octavo.frontend.health import GENERATION_SERVICE, Health
 from octavo.frontend.http_server import HttpServer
 from octavo.frontend.interceptor import HEALTH_SERVICE, KeyInterceptor
 from octavo.frontend.lifecycle import Lifecycle
-from octavo.frontend.listeners import CannotListen, listen_tcp, listen_unix, remove_socket
+from octavo.frontend.listeners import CannotListen, listen_tcp, listen_unix
 from octavo.frontend.metrics import Metrics
 from octavo.frontend.metrics_calls import CallCounter
 from octavo.frontend.model import ModelFiles, load_model_files
@@ -29,6 +29,7 @@ from octavo.frontend.service import GenerationServicer
 from octavo.frontend.tokenizer_service import TOKENIZER_SERVICE, TokenizerServicer
 from octavo.wire.codec import FromPeer
 from octavo.wire.ids import new_boot_id
+from octavo.wire.live import remove_socket
 from octavo.wire.requests import DrainService, FrontendDrains
 
 MIN_CLIENT_PING_INTERVAL_MS = 500

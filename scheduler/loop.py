@@ -17,6 +17,7 @@ from octavo.scheduler.trace import PlanTrace
 from octavo.wire.channel import RouterChannel
 from octavo.wire.curve import load_scheduler_keys
 from octavo.wire.ids import new_boot_id
+from octavo.wire.live import Progress
 
 GOODBYE_LINGER_MS = 100
 """How long the leaving scheduler waits at most for its Goodbyes to be written."""
@@ -25,11 +26,12 @@ _log = logging.getLogger(__name__)
 
 
 class Loop:
-    """The scheduler process's only thread.
+    """The scheduler process's thread that does its work; no other one touches what it owns.
 
     Args:
         config: settings.
         clock: monotonic seconds.
+        progress: what the loop notes of itself, for whoever watches it.
 
     Raises (on construction):
         AddressInUse: another scheduler listens there.
@@ -37,8 +39,14 @@ class Loop:
         OSError: the trace file cannot be opened.
     """
 
-    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        progress: Progress | None = None,
+    ) -> None:
         self._clock = clock
+        self._progress = progress or Progress()
         self._is_stopping = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -91,8 +99,12 @@ class Loop:
 
     def run(self) -> None:
         """Serve until `stop`, then say Goodbye to all peers."""
+        self._progress.serve()
+        self._progress.is_ready = True
         while not self._is_stopping:
+            self._progress.rest()
             self._poller.poll(self._poll_ms())
+            self._progress.move()
             self._drain_wake()
             self.service.turn(self._clock())
         self.service.leave("the scheduler stops")

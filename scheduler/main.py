@@ -9,6 +9,7 @@ from types import FrameType
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.loop import Loop
 from octavo.wire.errors import AddressInUse, WireError
+from octavo.wire.live import Progress
 from octavo.wire.signals import stop_signals
 
 EXIT_OK = 0
@@ -19,13 +20,17 @@ EXIT_CONFIGURATION = 2
 _log = logging.getLogger(__name__)
 
 
-def run(config: SchedulerConfig) -> int:
+def run(config: SchedulerConfig, progress: Progress | None = None) -> int:
     """Run the scheduler in the main thread until SIGTERM, SIGINT or SIGHUP; return the exit code.
 
     The first signal says Goodbye to all peers and returns 0, a second one ends the process at once.
+
+    Args:
+        config: settings.
+        progress: what the loop notes of itself, for whoever watches it.
     """
     try:
-        loop = Loop(config)
+        loop = Loop(config, progress=progress)
     except AddressInUse as error:
         _log.error("cannot start the scheduler: %s", error)
         return EXIT_FAILED  # whoever listens there may be about to leave

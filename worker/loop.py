@@ -10,6 +10,7 @@ from octavo.wire.channel import HEARTBEAT_INTERVAL_S
 from octavo.wire.failpoints import failpoint
 from octavo.wire.handshake import PROTOCOL_VERSION, WorkerFacts, WorkerHello
 from octavo.wire.ids import BootId
+from octavo.wire.live import Progress
 from octavo.wire.peer import Peer, SessionBegan, SessionEnded
 from octavo.wire.plan import StepPlan
 from octavo.wire.signals import StopSignal
@@ -36,13 +37,14 @@ class LoadingStopped(Exception):
     """The process was told to stop while it loaded."""
 
 
-def keep_in_touch(peer: Peer, stop: StopSignal) -> None:
+def keep_in_touch(peer: Peer, stop: StopSignal, progress: Progress) -> None:
     """Say Hello when it is due, while the loop does not run yet: the scheduler then knows that a worker is loading.
 
     Raises:
         LoadingStopped: the stop signal came.
         PeerRefused: the scheduler will not have this worker.
     """
+    progress.move()
     if stop.requested():
         raise LoadingStopped
     for event in peer.step():
@@ -55,10 +57,11 @@ def keep_in_touch(peer: Peer, stop: StopSignal) -> None:
 class WorkerLoop:
     """Executes the plans of the current session in order; a new session starts with no rows, weights stay."""
 
-    def __init__(self, peer: Peer, runner: Runner, stop: StopSignal) -> None:
+    def __init__(self, peer: Peer, runner: Runner, stop: StopSignal, progress: Progress | None = None) -> None:
         self._peer = peer
         self._runner = runner
         self._stop = stop
+        self._progress = progress or Progress()
         self._last_step = 0
         self._poller = zmq.Poller()
         self._polled: zmq.Socket[bytes] | None = None
@@ -69,8 +72,11 @@ class WorkerLoop:
         Raises:
             PeerRefused: the scheduler will not have this worker.
         """
+        self._progress.serve()
         while not self._stop.requested():
             self._send_results()
+            if not self._runner.num_in_flight:
+                self._progress.move()  # else a turn alone is none: the device may have hung
             self._wait()
             failpoint("worker.before_receive")
             for event in self._peer.step():
@@ -79,8 +85,10 @@ class WorkerLoop:
                 match event:
                     case SessionBegan():
                         logger.info("session %016x with the scheduler began", event.session)
+                        self._progress.is_ready = True
                         self._forget()
                     case SessionEnded():
+                        self._progress.is_ready = False
                         level = logging.INFO if event.is_orderly else logging.WARNING
                         logger.log(level, "session with the scheduler ended: %s", event.reason)
                         self._forget()
@@ -128,6 +136,7 @@ class WorkerLoop:
     def _send_results(self) -> bool:
         """Send the results that are there; False if this ended the session."""
         if results := self._runner.take_results():
+            self._progress.move()
             failpoint("worker.after_compute")
         for result in results:
             failpoint("worker.before_reply")

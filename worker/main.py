@@ -11,6 +11,7 @@ from octavo.wire.channel import DealerChannel
 from octavo.wire.curve import load_peer_keys
 from octavo.wire.errors import WireError
 from octavo.wire.ids import new_boot_id
+from octavo.wire.live import Progress
 from octavo.wire.model_digest import model_digest
 from octavo.wire.peer import Peer, PeerRefused
 from octavo.wire.signals import StopSignal
@@ -27,11 +28,16 @@ EXIT_CONFIGURATION = 2
 """Starting again would not help."""
 
 
-def run(config: WorkerConfig) -> int:
-    """Load the model and serve plans until SIGTERM, SIGINT or SIGHUP; return the exit code."""
+def run(config: WorkerConfig, progress: Progress | None = None) -> int:
+    """Load the model and serve plans until SIGTERM, SIGINT or SIGHUP; return the exit code.
+
+    Args:
+        config: settings.
+        progress: what the loop notes of itself, for whoever watches it.
+    """
     try:
         with StopSignal() as stop, zmq.Context() as context:
-            _serve(config, stop, context)
+            _serve(config, stop, context, progress or Progress())
     except (StartError, PeerRefused) as error:
         logger.error("%s", error)
         return EXIT_CONFIGURATION
@@ -42,7 +48,9 @@ def run(config: WorkerConfig) -> int:
     return EXIT_OK
 
 
-def _serve(config: WorkerConfig, stop: StopSignal, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+def _serve(
+    config: WorkerConfig, stop: StopSignal, context: "zmq.Context[zmq.Socket[bytes]]", progress: Progress
+) -> None:
     boot_id = new_boot_id()
     try:
         digest = model_digest(config.model_path)
@@ -55,7 +63,7 @@ def _serve(config: WorkerConfig, stop: StopSignal, context: "zmq.Context[zmq.Soc
         raise StartError(str(error)) from error
     peer = Peer(channel, identity.hello, time.monotonic)
     try:
-        loaded = load(config, lambda: keep_in_touch(peer, stop))
+        loaded = load(config, lambda: keep_in_touch(peer, stop, progress))
         identity.facts = loaded.facts
         # What is loaded stays: the collector need not look through it again, which would hold up a step.
         gc.collect()
@@ -67,7 +75,7 @@ def _serve(config: WorkerConfig, stop: StopSignal, context: "zmq.Context[zmq.Soc
                 config.address,
             )
         peer.reset("the model is loaded")  # so that the next Hello, with the facts, goes out at once
-        WorkerLoop(peer, loaded.runner, stop).run()
+        WorkerLoop(peer, loaded.runner, stop, progress).run()
     except LoadingStopped:
         logger.info("told to stop while loading")
     finally:

@@ -33,13 +33,7 @@ def test_kill_of_the_supervisor_leaves_no_process(running: Service) -> None:
 
 
 def test_sigterm_drains_and_exits_with_0(running: Service) -> None:
-    answer = Answer()
-    for event in running.generation.GenerateStream(request([1], max_tokens=LONG, ignore_eos=True), timeout=60):
-        answer.add(event)
-        if len(answer.ids) == 1:
-            running.process.send_signal(signal.SIGTERM)
-    assert len(answer.ids) == LONG
-    assert answer.finished is not None
+    assert stream(running, lambda: running.process.send_signal(signal.SIGTERM)).finished is not None
     assert running.process.wait(30) == 0
     assert "WARNING" not in running.output
     assert left_by(running) == []
@@ -69,15 +63,33 @@ def test_a_terminal_that_vanishes_ends_the_service_in_order(make_service: MakeSe
 @pytest.mark.parametrize("role", ["worker", "scheduler"])
 def test_streams_go_on_after_a_process_was_killed(running: Service, role: str) -> None:
     old = running.pid_of(role)
-    answer = Answer()
-    for event in running.generation.GenerateStream(request([1], max_tokens=LONG, ignore_eos=True), timeout=90):
-        answer.add(event)
-        if event.WhichOneof("event") == "delta" and len(answer.ids) - len(event.delta.token_ids) < 5 <= len(answer.ids):
-            os.kill(old, signal.SIGKILL)
-    assert len(answer.ids) == LONG
+    stream(running, lambda: os.kill(old, signal.SIGKILL))
     assert running.pid_of(role) != old
     held = running.wait_until_idle()
     assert held.free_blocks == held.total_blocks
+
+
+def test_streams_go_on_after_a_process_was_stopped(make_service: MakeService, demo_model: Path) -> None:
+    """F37: nobody closes a connection, and yet it is noticed; what the stopped one holds is gone with it."""
+    service = make_service().serve(str(demo_model), "--backend", "reference", "--stall-timeout", "2").wait_until_ready()
+    undisturbed = stream(service)
+    for role in ("scheduler", "worker"):
+        old = service.pid_of(role)
+        assert stream(service, lambda: os.kill(old, signal.SIGSTOP)).ids == undisturbed.ids  # noqa: B023
+        assert service.pid_of(role) != old
+        assert f"the {role} (pid {old}) stalls: it has not answered for 2 s; it is killed" in service.output
+
+
+def stream(service: Service, disturb: Callable[[], object] = lambda: None) -> Answer:
+    """Read a long stream to its end; disturb the service after the fifth token."""
+    answer = Answer()
+    for event in service.generation.GenerateStream(request([1], max_tokens=LONG, ignore_eos=True), timeout=90):
+        before = len(answer.ids)
+        answer.add(event)
+        if before < 5 <= len(answer.ids):
+            disturb()
+    assert len(answer.ids) == LONG
+    return answer
 
 
 def test_a_killed_frontend_comes_back_on_its_port(running: Service) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from octavo.cli import logs, options
 from octavo.cli.main import build
 from octavo.scheduler.policy import POLICIES
+from octavo.wire.live import Progress
 
 Run = Callable[..., Any]
 
@@ -34,7 +35,7 @@ def configure(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> R
     def run(role: str, *arguments: str, environment: dict[str, str] | None = None) -> Any:
         seen: list[Any] = []
 
-        def start(config: Any) -> int:
+        def start(config: Any, progress: Progress | None = None) -> int:
             seen.append(config)
             return 0
 

@@ -17,7 +17,7 @@ from octavo.cli.supervisor import ChildSpec
 from octavo.frontend.listeners import CannotListen, listen_tcp
 
 ROLES = ("frontend", "scheduler", "worker")
-OF_ROLES_ALONE = {"exit_with_parent", "local_socket", "private_socket", "metrics_file", "reuse_port", "health_port"}
+OF_ROLES_ALONE = {"exit_with_parent", "local_socket", "live_socket", "metrics_file", "reuse_port", "health_port"}
 OF_SERVE_ALONE = {"num_frontends", "stall_timeout"}
 
 
@@ -119,12 +119,14 @@ def test_several_frontends_share_the_ports_and_nothing_else(
         (port,) = {arguments[flag] for arguments in frontends}
         assert int(port) > 0
     assert all("--reuse-port" in arguments for arguments in frontends)
-    sockets = [arguments["--private-socket"] for arguments in frontends]
+    sockets = [arguments["--live-socket"] for arguments in frontends]
     assert len(set(sockets)) == 3
     files = [Path(arguments["--metrics-file"]) for arguments in frontends]
     assert len(set(files)) == 3
     assert len({file.parent for file in files}) == 1
-    assert [child.live_socket for child in started] == ["", "", *sockets]
+    of_all = [child.live_socket for child in started]
+    assert of_all[2:] == sockets
+    assert len(set(of_all)) == 5
 
 
 def test_a_port_is_held_for_those_who_share_it() -> None:

@@ -97,3 +97,21 @@ async def test_a_process_that_has_ended_is_not_stalled(listen: Listen, path: str
         await again.wait()
     assert not watch.done()
     watch.cancel()
+
+
+def answer_of(state: str, status: str = "200 OK") -> bytes:
+    return f'HTTP/1.1 {status}\r\n\r\n{{"state": "{state}", "reason": "it hangs"}}'.encode()
+
+
+async def test_what_says_itself_that_it_hangs_is_stalled(listen: Listen, path: str) -> None:
+    """F37."""
+    await listen([OK, answer_of("serving"), answer_of("stalled", "503 Service Unavailable")])
+    async with asyncio.timeout(WAIT_S):
+        assert await until_stalled(path, WAIT_S) == "it hangs"
+
+
+async def test_what_loads_may_be_silent_for_longer(listen: Listen, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "LOADING_SILENCE_S", 0.2)
+    await listen([answer_of("loading"), None, None])
+    async with asyncio.timeout(WAIT_S):
+        assert await until_stalled(path, 0.01) == "it has not answered for 0.2 s"

@@ -19,6 +19,7 @@ from octavo.wire.channel import DealerChannel
 from octavo.wire.errors import MalformedMessage
 from octavo.wire.handshake import PROTOCOL_VERSION, Goodbye, Heartbeat, Refuse, WorkerHello
 from octavo.wire.ids import new_boot_id
+from octavo.wire.live import SERVING, Progress
 from octavo.wire.model_digest import model_digest
 from octavo.wire.peer import Peer, PeerRefused
 from octavo.wire.plan import StepPlan, StepResult
@@ -65,6 +66,7 @@ class RunningLoop:
     def __init__(self, address: str, loaded: LoadedWorker) -> None:
         self.error: Exception | None = None
         self.stop = Stop()
+        self.progress = Progress()
         self._loaded = loaded
         self._address = address
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -77,7 +79,7 @@ class RunningLoop:
             identity.facts = self._loaded.facts
             peer = Peer(DealerChannel(context, self._address, boot_id), identity.hello, time.monotonic)
             try:
-                WorkerLoop(peer, self._loaded.runner, self.stop).run()  # type: ignore[arg-type]
+                WorkerLoop(peer, self._loaded.runner, self.stop, self.progress).run()  # type: ignore[arg-type]
             except Exception as error:  # noqa: BLE001  told to the test
                 self.error = error
             finally:
@@ -159,6 +161,8 @@ def test_heartbeats_are_answered(scheduler: ScriptedScheduler, loop: RunningLoop
     scheduler.welcome(3)
     scheduler.send(Heartbeat())
     scheduler.hear(Heartbeat)
+    assert loop.progress.state == SERVING
+    assert loop.progress.is_ready
 
 
 def test_a_new_session_starts_with_no_rows(
@@ -234,6 +238,44 @@ def test_a_refused_worker_stops_and_says_why(scheduler: ScriptedScheduler, loop:
     assert str(loop.error) == "another model"
 
 
+class HungRunner:
+    """A device that takes plans and never comes to an end with them."""
+
+    def __init__(self, loaded: LoadedWorker) -> None:
+        self.rows = loaded.runner.rows
+        self.num_in_flight = 0
+        self.looks = threading.Semaphore(0)
+
+    def launch(self, plan: StepPlan) -> None:
+        self.num_in_flight += 1
+
+    def take_results(self) -> list[StepResult]:
+        if self.num_in_flight:
+            self.looks.release()
+        return []
+
+    def clear(self) -> None:
+        self.num_in_flight = 0
+
+
+def test_a_loop_that_only_waits_for_the_device_makes_no_progress(
+    scheduler: ScriptedScheduler, address: str, loaded: LoadedWorker
+) -> None:
+    """F37: it turns and turns, answers heartbeats, and yet nothing comes of it."""
+    runner = HungRunner(loaded)
+    loop = RunningLoop(address, LoadedWorker(runner, loaded.facts))  # type: ignore[arg-type]
+    try:
+        driver = begin(scheduler, loaded, 7)
+        scheduler.send(driver.plan({0: 5}))
+        assert runner.looks.acquire(timeout=WAIT_S)
+        moves = loop.progress.num_moves
+        for _ in range(50):
+            assert runner.looks.acquire(timeout=WAIT_S)
+        assert loop.progress.num_moves == moves
+    finally:
+        loop.end()
+
+
 def test_loading_says_hello_without_facts_and_can_be_stopped(scheduler: ScriptedScheduler, address: str) -> None:
     stop = Stop()
     with zmq.Context() as context:
@@ -242,15 +284,18 @@ def test_loading_says_hello_without_facts_and_can_be_stopped(scheduler: Scripted
         now = 0.0
         peer = Peer(DealerChannel(context, address, boot_id), identity.hello, lambda: now)
         heard: list[object] = []
+        progress = Progress()
         while not heard:
             now += 1.0
-            keep_in_touch(peer, stop)  # type: ignore[arg-type]
+            moves = progress.num_moves
+            keep_in_touch(peer, stop, progress)  # type: ignore[arg-type]
+            assert progress.num_moves > moves
             heard += [message for _, _, message in scheduler.router.receive(1)]
         assert isinstance(heard[0], WorkerHello)
         assert heard[0].facts is None
         stop.request()
         with pytest.raises(LoadingStopped):
-            keep_in_touch(peer, stop)  # type: ignore[arg-type]
+            keep_in_touch(peer, stop, progress)  # type: ignore[arg-type]
         peer.channel.close()
     stop.close()
 
