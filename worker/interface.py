@@ -45,6 +45,10 @@ class Runner(Protocol):
         """Draw an id for as many rows as there can be, each of which wants everything and is as long as it may be."""
         ...
 
+    def rehearse(self, *, prompts: bool) -> None:
+        """Have compiled what `capture` needs: of steps with prompts, or of decodes alone. No row or block is touched."""
+        ...
+
     def capture(self) -> None:
         """Capture what can be captured; plans can be executed before as well, slower."""
         ...

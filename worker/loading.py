@@ -20,7 +20,7 @@ from octavo.worker.mirror import RowLimits
 from octavo.worker.models.config import ModelConfig, load_model_config
 from octavo.worker.models.decoder import Decoder
 from octavo.worker.models.layers import Placement, ShardSpec
-from octavo.worker.rehearsal import rehearsed
+from octavo.worker.rehearsal import meanwhile, sampling_rehearsed
 from octavo.worker.runner import EagerRunner
 from octavo.worker.warmup import warm_up
 from octavo.worker.weights import fill_dummy, load_weights
@@ -85,7 +85,7 @@ def load(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWor
     ops = get_ops(chosen.backend, batch_invariant=config.batch_invariant)
     _check_memory(chosen)
     grammars = Grammars(config.model_path if (config.model_path / "tokenizer.json").exists() else None)
-    with rehearsed(ops, chosen.model.vocab_size, chosen.valid_vocab, device):
+    with sampling_rehearsed(ops, chosen.model.vocab_size, chosen.valid_vocab, device):
         model = _load_model(chosen, ops, between_tensors)
         loaded = time.monotonic()
 
@@ -94,7 +94,7 @@ def load(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWor
 
         if device.type == "cuda":
             with memory.named_shortage(device, "the largest step", _SMALLER_STEPS):
-                make_runner(kv_cache.MIN_BLOCKS).profile()  # compiles the model's kernels beside those of the sampler
+                _compile(make_runner(kv_cache.MIN_BLOCKS), device)
     measured = _profile(chosen, make_runner) if device.type == "cuda" else None
     num_blocks = kv_cache.choose_num_blocks(config, chosen.cache, measured)
     with memory.named_shortage(device, "the KV cache and the warm-up", "leave it more of the device"):
@@ -171,6 +171,13 @@ def _make_runner(chosen: _Choices, model: Decoder, ops: Ops, num_blocks: int, gr
 
         return GpuRunner(model, ops, caches, limits, device, chosen.valid_vocab, grammars)
     return EagerRunner(model, ops, caches, limits, device, chosen.valid_vocab, grammars)
+
+
+def _compile(runner: Runner, device: torch.device) -> None:
+    """Run steps of every kind, so that the model's kernels are compiled at the same time as those of the sampler."""
+    with meanwhile("rehearse decodes", lambda: runner.rehearse(prompts=False), device):
+        runner.profile()
+        runner.rehearse(prompts=True)
 
 
 def _profile(chosen: _Choices, make_runner: Callable[[int], Runner]) -> memory.DeviceMemory:

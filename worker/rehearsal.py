@@ -2,8 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -44,32 +44,46 @@ def everything(vocab_size: int, logprobs: int = 1) -> RowSampling:
 
 
 @contextmanager
-def rehearsed(ops: Ops, vocab_size: int, valid_vocab: int, device: torch.device) -> Iterator[None]:
-    """Have the sampling kernels compiled by a thread of its own meanwhile; on leaving, they are.
+def meanwhile(name: str, rehearse: Callable[[], None], device: torch.device) -> Iterator[None]:
+    """Have kernels compiled by a thread of its own; on leaving, they are.
 
-    Triton compiles outside of the interpreter lock. What goes wrong there goes wrong again in the warm-up, and is told
-    there.
+    Triton compiles outside of the interpreter lock, for the most part. What goes wrong there goes wrong again in the
+    warm-up, and is told there.
+
+    Args:
+        name: of what is done.
+        rehearse: launches the kernels on the device's current stream of the thread, and waits for them.
+        device: a CUDA device.
     """
 
     @torch.inference_mode()
-    def rehearse() -> None:
+    def run() -> None:
         try:
-            logits = torch.zeros(2, vocab_size, dtype=torch.float32, device=device)
-            ids = torch.zeros(1, _REHEARSED_TOKENS, dtype=torch.int32, device=device)
-            draw_everything(ops, logits, ids, valid_vocab)
-            torch.cuda.current_stream(device).synchronize()
+            with torch.cuda.device(device):
+                rehearse()
         except RuntimeError as error:
-            logger.warning("rehearsing the sampling kernels failed: %s", error)
+            logger.warning("%s failed: %s", name, error)
 
-    if device.type != "cuda":
-        yield
-        return
-    thread = threading.Thread(target=rehearse, name="rehearse", daemon=True)
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     try:
         yield
     finally:
         thread.join()
+
+
+@contextmanager
+def sampling_rehearsed(ops: Ops, vocab_size: int, valid_vocab: int, device: torch.device) -> Iterator[None]:
+    """Have the sampling kernels compiled meanwhile."""
+
+    def rehearse() -> None:
+        logits = torch.zeros(2, vocab_size, dtype=torch.float32, device=device)
+        ids = torch.zeros(1, _REHEARSED_TOKENS, dtype=torch.int32, device=device)
+        draw_everything(ops, logits, ids, valid_vocab)
+        torch.cuda.current_stream(device).synchronize()
+
+    with meanwhile("rehearse sampling", rehearse, device) if device.type == "cuda" else nullcontext():
+        yield
 
 
 def draw_everything(ops: Ops, logits: torch.Tensor, ids: torch.Tensor, valid_vocab: int, logprobs: int = 1) -> None:

@@ -85,6 +85,9 @@ class EagerRunner:
         ids = torch.zeros_like(self.rows.ids[:1])
         draw_everything(self._ops, logits, ids, self._valid_vocab, MANY_LOGPROBS)
 
+    def rehearse(self, *, prompts: bool) -> None:
+        """Do nothing: steps run as they are."""
+
     def capture(self) -> None:
         """Do nothing: there is nothing to capture."""
 

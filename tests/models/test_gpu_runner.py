@@ -96,6 +96,18 @@ def test_one_sequence_draws_what_the_reference_draws(runner: GpuRunner, expected
         assert ids == generate(expected_by, PROMPT, count, EVERY[name], chunk=chunk)[0]
 
 
+def test_a_rehearsal_touches_no_row_and_no_block(runner: GpuRunner) -> None:
+    fill_caches(runner, 7.0)
+    rows = runner._device_rows
+    before = rows.ids[: rows.scratch].clone(), rows.tables.clone()
+    settle()
+    runner.rehearse(prompts=False)
+    runner.rehearse(prompts=True)
+    assert all(bool((part == 7.0).all()) for cache in runner._caches for part in (cache.keys, cache.values))
+    assert torch.equal(rows.ids[: rows.scratch], before[0])
+    assert torch.equal(rows.tables, before[1])
+
+
 def mixed_plans(seed: int, num_steps: int) -> list[StepPlan]:
     """Write plans of a random mix: chunks, decodes, hits, forks, copies, rows that end and begin anew."""
     rng = random.Random(seed)

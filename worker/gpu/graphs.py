@@ -59,6 +59,21 @@ class StepGraphs:
         # Graphs hold addresses, not tensors: what they read and write outside of their own pool is kept alive here.
         self._memory: _BatchMemory | None = None
 
+    def rehearse(self, *, prompts: bool) -> None:
+        """Run padding through shapes whose kernels differ, launch by launch: what a capture needs is then compiled.
+
+        Args:
+            prompts: those with prompts, not those of decodes alone.
+        """
+        of_kind = self._mixed if prompts else self._decodes
+        shapes = [shape for shape in of_kind if shape.num_tokens.bit_count() == 1 or shape is of_kind[-1]]
+        column = torch.zeros(max(sum(shape.sizes) for shape in shapes), dtype=torch.int32, device=self._device)
+        memory = _BatchMemory(shapes, self._limits, self._device)
+        for shape in shapes:
+            parts = parts_of(column, shape)
+            self._send_padding(parts, shape)
+            self._draw(parts, self._forward(memory.batch(shape, column), parts))
+
     def capture(self, stream: torch.cuda.Stream | None) -> None:
         """Capture every shape, the greatest first.
 

@@ -103,6 +103,13 @@ class GpuRunner:
         return len(self._in_flight)
 
     @torch.inference_mode()
+    def rehearse(self, *, prompts: bool) -> None:
+        """Have the kernels of the captured steps compiled: see `StepGraphs.rehearse`. One thread may do it for each kind."""
+        with self._on_stream():
+            self._graphs.rehearse(prompts=prompts)
+            self._finish()
+
+    @torch.inference_mode()
     def capture(self) -> None:
         """Capture what steps are small enough for; before that each runs launch by launch."""
         with self._on_stream():
