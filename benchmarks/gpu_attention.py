@@ -177,6 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="decode,prefill,launch")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="of Octavo, where there is no git to ask")
     arguments = parser.parse_args()
     require_cuda("gpu_attention")
     torch.manual_seed(0)
@@ -187,7 +188,7 @@ def main() -> None:
             print(json.dumps(line), flush=True)
             lines.append({"device": torch.cuda.get_device_name(), "versions": versions} | line)
     if arguments.out is not None:
-        record(arguments.out, "gpu_attention", lines)
+        record(arguments.out, "gpu_attention", lines, commit=arguments.commit)
 
 
 if __name__ == "__main__":

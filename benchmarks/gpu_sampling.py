@@ -151,6 +151,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[256, 1, 64])
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[128256, 151936])
     parser.add_argument("--out", type=Path, help="append the lines to this file")
+    parser.add_argument("--commit", help="of Octavo, where there is no git to ask")
     arguments = parser.parse_args()
     require_cuda("gpu_sampling")
     torch.manual_seed(0)
@@ -162,7 +163,7 @@ def main() -> None:
                     lines.extend(part(rows, vocabulary))
     if arguments.out is not None:
         device = torch.cuda.get_device_name()
-        record(arguments.out, "kernels-sampling", [found | {"device": device} for found in lines])
+        record(arguments.out, "kernels-sampling", lines, device, arguments.commit)
     table(lines)
 
 

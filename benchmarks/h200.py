@@ -28,7 +28,7 @@ def programs(out: Path, commit: list[str]) -> list[tuple[str, list[str]]]:
         ("engine-llama-3.1-8b", [ENGINE, "--model", "llama-3.1-8b", "--all", *commit]),
         ("engine-qwen3-0.6b", [ENGINE, "--model", "qwen3-0.6b", "--all", *commit]),
         ("steps", ["-m", "benchmarks.gpu_steps", "--batches", "64", "--quick", "--profile", "--steps", "30", *commit]),
-        ("attention", ["-m", "benchmarks.gpu_attention", "--only", "decode,prefill"]),
+        ("attention", ["-m", "benchmarks.gpu_attention", "--only", "decode,prefill", *commit]),
     ]
 
 
