@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from octavo.cli.config_file import read_config_file
+from octavo.cli.errors import ConfigurationError
 from octavo.scheduler.policy import POLICIES
+from octavo.wire.tracing import TracingError, traces_url
 
 MAX_FRONTENDS = 64
 
@@ -44,6 +46,15 @@ def _policies() -> str:
     """Say what each policy does, in the first clause of its own words."""
     clauses = {name: (policy.__doc__ or "").partition("\n")[0] for name, policy in POLICIES.items()}
     return " ".join(f"{name}: {clause.partition(';')[0].rstrip('.')}." for name, clause in clauses.items())
+
+
+def _traces_endpoint(value: str | None) -> str | None:
+    if value is not None:
+        try:
+            traces_url(value)
+        except TracingError as error:
+            raise ConfigurationError(f"--otlp-traces-endpoint: {error}") from error
+    return value
 
 
 _LISTEN, _MODEL, _LIMITS, _MEMORY = "Listening", "Model", "Scheduling", "Memory"
@@ -357,6 +368,16 @@ LiveSocket = Annotated[
         "--live-socket",
         _PROCESS,
         "Path of a Unix socket where this process tells whether it is alive ('octavo live' asks), for whoever keeps it so.",
+    ),
+]
+OtlpTracesEndpoint = Annotated[
+    str | None,
+    option(
+        "--otlp-traces-endpoint",
+        _PROCESS,
+        "Collector that is told of each request in spans, by OTLP over HTTP: http://HOST:4318. Needs octavo[otel]; OTEL_* "
+        "variables say the rest.",
+        callback=_traces_endpoint,
     ),
 ]
 ExitWithParent = Annotated[int | None, typer.Option("--exit-with-parent", hidden=True)]

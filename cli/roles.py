@@ -39,6 +39,7 @@ def frontend(
     recovery_timeout: options.RecoveryTimeout = 120.0,
     scheduler_address: options.SchedulerAddress = None,
     curve_keys: options.CurveKeys = None,
+    otlp_traces_endpoint: options.OtlpTracesEndpoint = None,
     log_level: options.LogLevel = "info",
     config: options.ConfigFile = None,
     reuse_port: options.ReusePort = False,
@@ -78,6 +79,7 @@ def frontend(
                 max_message_bytes=max_message_bytes,
                 grace_s=grace,
                 recovery_timeout_s=recovery_timeout,
+                otlp_traces_endpoint=otlp_traces_endpoint,
             )
         )
     )
@@ -100,6 +102,7 @@ def scheduler(
     scheduler_address: options.SchedulerAddress = None,
     curve_keys: options.CurveKeys = None,
     live_socket: options.LiveSocket = "",
+    otlp_traces_endpoint: options.OtlpTracesEndpoint = None,
     log_level: options.LogLevel = "info",
     config: options.ConfigFile = None,
     exit_with_parent: options.ExitWithParent = None,
@@ -129,6 +132,7 @@ def scheduler(
                 step_timeout_s=step_timeout,
                 recovery_timeout_s=recovery_timeout,
                 trace_plans=trace_plans,
+                otlp_traces_endpoint=otlp_traces_endpoint,
             ),
             progress,
         )
@@ -157,6 +161,7 @@ def worker(
     scheduler_address: options.SchedulerAddress = None,
     curve_keys: options.CurveKeys = None,
     live_socket: options.LiveSocket = "",
+    otlp_traces_endpoint: options.OtlpTracesEndpoint = None,
     log_level: options.LogLevel = "info",
     config: options.ConfigFile = None,
     exit_with_parent: options.ExitWithParent = None,
@@ -189,6 +194,7 @@ def worker(
                 load_format=load_format,
                 num_threads=num_threads,
                 seed=seed,
+                otlp_traces_endpoint=otlp_traces_endpoint,
             ),
             progress,
         )

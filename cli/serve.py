@@ -79,6 +79,7 @@ def serve(
     stall_timeout: options.StallTimeout = STALL_TIMEOUT_S,
     scheduler_address: options.SchedulerAddress = None,
     curve_keys: options.CurveKeys = None,
+    otlp_traces_endpoint: options.OtlpTracesEndpoint = None,
     log_level: options.LogLevel = "info",
     config: options.ConfigFile = None,
 ) -> None:
@@ -94,8 +95,13 @@ def serve(
     )
     address = scheduler_address or default_scheduler_address(f"scheduler-{grpc_port}")
     keys.check_curve(address, curve_keys)
-    common = {"scheduler-address": address, "curve-keys": curve_keys, "log-level": log_level}
     service = grpc_port or os.getpid()
+    common = {
+        "scheduler-address": address,
+        "curve-keys": curve_keys,
+        "log-level": log_level,
+        "otlp-traces-endpoint": otlp_traces_endpoint,
+    }
     children = [
         _child(
             "scheduler",

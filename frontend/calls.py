@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from octavo.frontend.bad_words import check_bad_words, with_bad_words
 from octavo.frontend.budget import ByteBudget
+from octavo.frontend.call_context import CallContext
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.constraint import Constraint, ConstraintKind, check_ending
 from octavo.frontend.errors import (
@@ -26,7 +27,7 @@ from octavo.frontend.grammars import Grammars
 from octavo.frontend.journal import Journal
 from octavo.frontend.large_messages import Unread
 from octavo.frontend.long_prompts import refuse_by_beginning
-from octavo.frontend.metadata import read_authorization, read_caller, read_request_id, read_trace
+from octavo.frontend.metadata import read_authorization, read_caller, read_request_id
 from octavo.frontend.metrics import Metrics
 from octavo.frontend.model import ModelFiles
 from octavo.frontend.prompts import CheckedChat, check_chat, output_form, render_chat, required_form
@@ -34,6 +35,7 @@ from octavo.frontend.rpc import Incoming, known
 from octavo.frontend.scheduler_client import SchedulerClient
 from octavo.frontend.streams import Stream
 from octavo.frontend.tools.parser import OutputForm
+from octavo.frontend.tracing import CallTracer, current_trace
 from octavo.frontend.validation import (
     Bounds,
     GenerationCall,
@@ -57,27 +59,6 @@ another thread only after its switch interval, so that the way there and back wo
 M = TypeVar("M", bound=Message)
 
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
-
-
-@dataclass(frozen=True)
-class CallContext:
-    """What a door knows of a call besides its request.
-
-    Attributes:
-        request_id: the caller's, or a made one; for people, never a key.
-        caller: whom the call counts against: its key's identity, without keys its address.
-        identity: whose key it holds, '' without keys.
-        trace: traceparent, '' if there is none.
-        deadline: when the caller's time is over, on the event loop's clock; None for never.
-        arrived_at: when the call came, on that clock.
-    """
-
-    request_id: str
-    caller: str
-    arrived_at: float
-    identity: str = ""
-    trace: str = ""
-    deadline: float | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +101,7 @@ class Calls:
         self.config = config
         self.executor = executor
         self.metrics = metrics
+        self.tracer: CallTracer | None = None  # tells of calls in spans, if somebody wants to know
         self.budget = ByteBudget(max(config.max_unread_bytes, config.max_message_bytes))
         self._model: ModelFiles | None = None
         self._client: SchedulerClient | None = None
@@ -200,7 +182,7 @@ class Calls:
             caller=identity or read_caller(peer),
             arrived_at=asyncio.get_running_loop().time(),
             identity=identity,
-            trace=read_trace(metadata),
+            trace=current_trace(),
             deadline=deadline,
         )
 
@@ -232,6 +214,12 @@ class Calls:
         Raises:
             ServiceError: it is refused.
         """
+        if context.trace is None:
+            return await self._check(request, context, echo)
+        with context.trace.tokenising(request, context.request_id):
+            return await self._check(request, context, echo)
+
+    async def _check(self, request: pb.GenerationInput, context: CallContext, echo: str | None) -> Checked:
         model, client = self.admit(request.model)
         bounds = self.bounds()
         check_prompt_form(request, bounds, model.tokenizer.max_prompt_bytes(bounds.max_model_len))
@@ -244,7 +232,7 @@ class Calls:
 
         def work() -> tuple[Checked, Constraint | None]:
             prompt = resolve()
-            journal = Journal(prompt.call, model.digest, context.caller, context.trace, tenant, grammar)
+            journal = Journal(prompt.call, model.digest, context.caller, tenant, grammar)
             if facts is not None:
                 journal.hash_prompt(facts)
             return Checked(journal, model, client, prompt.form), prompt.required_calls
@@ -288,6 +276,9 @@ class Calls:
         stream = Stream(handle, checked.journal, make, form, max_unsent_tokens, deadline, client, message_cost_s)
         meter = self.metrics.meter(stream, context.arrived_at, loop.time)
         stream.on_flush = meter.flush
+        if context.trace is not None:
+            stream.watcher = trace = context.trace.begin_stream(stream, context.arrived_at)
+            checked.journal.trace = trace.traceparent
         timers: list[asyncio.TimerHandle] = []
         try:
             client.add(stream)
@@ -301,6 +292,8 @@ class Calls:
                 timer.cancel()
             meter.end()
             client.release(stream)
+            if stream.watcher is not None:
+                stream.watcher.end()
 
     def admit(self, model_name: str) -> tuple[ModelFiles, SchedulerClient]:
         """Return what a request for a model runs on; an empty name is the default model.

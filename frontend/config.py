@@ -31,6 +31,7 @@ class FrontendConfig:
         reasoning_parser: how it writes what it thinks, one of REASONING_PARSERS; auto: the chat template tells.
         metrics_file: where this frontend counts, in a folder with those of the frontends that it shares its ports with;
             None: it counts for itself.
+        otlp_traces_endpoint: collector that is told of calls in spans; None: nobody is.
         share_prefix_cache: whether callers with different keys find what the others have cached.
         reuse_port: whether several frontends share both ports (SO_REUSEPORT).
         max_message_bytes: largest request message; larger ones are RESOURCE_EXHAUSTED.
@@ -71,6 +72,7 @@ class FrontendConfig:
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
     metrics_file: Path | None = None
+    otlp_traces_endpoint: str | None = None
     share_prefix_cache: bool = False
     reuse_port: bool = False
     max_message_bytes: int = 16 * 2**20

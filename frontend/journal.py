@@ -22,7 +22,6 @@ class Journal:
         model_digest: identity of the model; with tenant and the call's salt it says what of the prefix cache can be
             found.
         caller: whom the request counts against.
-        trace: traceparent, for logs.
         tenant: with whose requests alone this one shares its prefixes, '' for all that have none.
         grammar: what each choice must be, compiled; empty: anything.
     """
@@ -32,7 +31,6 @@ class Journal:
         call: GenerationCall,
         model_digest: str,
         caller: str = "",
-        trace: str = "",
         tenant: str = "",
         grammar: bytes = b"",
     ) -> None:
@@ -45,8 +43,8 @@ class Journal:
         self._prefix_keys = b""
         self._keyed_block_size = 0  # of _prefix_keys; 0: there are none yet
         self._caller = caller
-        self._trace = trace
         self.grammar = grammar  # may be set until the request begins
+        self.trace = ""  # traceparent of the span that tells of it; likewise
         self.is_started = False  # a plan has named it: from then on it must not be refused for load, replayed or not
 
     def forget_output(self) -> None:
@@ -93,7 +91,7 @@ class Journal:
             finished_choices=pack_ints(sorted(self.finished)),
             deadline_s=deadline_s,
             caller=self._caller,
-            trace=self._trace,
+            trace=self.trace,
             priority=call.params.priority if facts.takes_priorities else 0,
             prefix_root=self._prefix_root if facts.prefix_caching else b"",
             prefix_keys=self._prefix_keys if facts.prefix_caching else b"",

@@ -15,7 +15,9 @@ from octavo.frontend.server import Frontend
 from octavo.frontend.tls import TlsError
 from octavo.frontend.tokenizer import ModelFilesError
 from octavo.wire.errors import WireError
+from octavo.wire.ids import new_boot_id
 from octavo.wire.signals import stop_signals
+from octavo.wire.tracing import TracingError, start_tracing
 
 SWITCH_INTERVAL_S = 0.001
 """How long the event loop may keep the interpreter from a thread that has tokenised; Python's default is 5 ms."""
@@ -62,10 +64,20 @@ async def _serve(config: FrontendConfig) -> int:
     for number in stop_signals():
         loop.add_signal_handler(number, on_signal, number)
     try:
-        frontend = Frontend(config)
-    except MetricsError as error:
+        tracing = start_tracing("frontend", config.otlp_traces_endpoint, new_boot_id())
+        frontend = Frontend(config, tracing)
+    except (MetricsError, TracingError) as error:
         _log.error("%s", error)
         return EXIT_CONFIGURATION
+    try:
+        return await _run(frontend, config, stop, stop_now)
+    finally:
+        if tracing is not None:
+            await loop.run_in_executor(None, tracing.close)
+
+
+async def _run(frontend: Frontend, config: FrontendConfig, stop: asyncio.Event, stop_now: asyncio.Event) -> int:
+    """Serve until a signal, then drain."""
     try:
         await frontend.start()
         _log.info("listening on %s:%d", config.host, frontend.port)

@@ -1,4 +1,4 @@
-"""What a call says besides its message: request id, trace, where it comes from. A call never fails because of it."""
+"""What a call says besides its message: request id, where it comes from. A call never fails because of it."""
 
 import re
 import secrets
@@ -9,17 +9,11 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_CALLER_BYTES = 128
 
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def read_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     """Return the caller's x-request-id if it is printable ASCII of bounded length, else a made one."""
     return _read(metadata, "x-request-id", _REQUEST_ID) or secrets.token_hex(16)
-
-
-def read_trace(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """Return the caller's traceparent (W3C Trace Context) if it is one, else ''."""
-    return _read(metadata, "traceparent", _TRACEPARENT)
 
 
 def read_authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:

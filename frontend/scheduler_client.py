@@ -315,6 +315,10 @@ class SchedulerClient:
 
     def _set_paused(self, reason: str | None) -> None:
         self.reason = reason or ""
+        if reason is None and self._paused_since is not None:
+            self.streams.watch("octavo.resume", {})
+        elif reason is not None and self._paused_since is None:
+            self.streams.watch("octavo.pause", {"octavo.reason": reason[:200]})
         if reason is None:
             self._paused_since = None
         elif self._paused_since is None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import grpc
 import zmq
@@ -27,10 +28,15 @@ from octavo.frontend.openai.app import make_app, make_private_app
 from octavo.frontend.scheduler_client import SchedulerClient
 from octavo.frontend.service import GenerationServicer
 from octavo.frontend.tokenizer_service import TOKENIZER_SERVICE, TokenizerServicer
+from octavo.frontend.tracing import CallTracer
+from octavo.frontend.tracing_doors import GrpcTracer
 from octavo.wire.codec import FromPeer
 from octavo.wire.ids import new_boot_id
 from octavo.wire.live import remove_socket
 from octavo.wire.requests import DrainService, FrontendDrains
+
+if TYPE_CHECKING:
+    from octavo.wire.tracing_export import Tracing
 
 MIN_CLIENT_PING_INTERVAL_MS = 500
 """Clients that ping more often are cut off by gRPC; its own default would cut those that ping every second."""
@@ -55,12 +61,13 @@ class Frontend:
 
     Args:
         config: its settings.
+        tracing: where it tells of its calls in spans; None: nowhere. Its owner closes it.
 
     Raises (on construction):
         MetricsError: the file of its metrics cannot be used.
     """
 
-    def __init__(self, config: FrontendConfig) -> None:
+    def __init__(self, config: FrontendConfig, tracing: "Tracing | None" = None) -> None:
         self.config = config
         self.metrics = Metrics(config.metrics_file)
         self.port = 0
@@ -81,6 +88,9 @@ class Frontend:
         self._admin = AdminServicer(config, self.lifecycle)
         has_keys = config.auth.needs_key or config.auth.needs_admin_key
         interceptors: list[grpc.aio.ServerInterceptor] = [CallCounter(self.metrics)]  # type: ignore[type-arg]
+        if tracing is not None:
+            self._calls.tracer = CallTracer(tracing, config.served_model_names[0])
+            interceptors.append(GrpcTracer(self._calls.tracer))
         if has_keys:
             interceptors.append(KeyInterceptor(config.auth))
         self._server = grpc.aio.server(options=_server_options(config), interceptors=interceptors)

@@ -6,7 +6,8 @@ from typing import TypeVar
 
 import grpc
 
-from octavo.frontend.calls import DEFAULT_CHUNK_TOKENS, CallContext, Calls
+from octavo.frontend.call_context import CallContext
+from octavo.frontend.calls import DEFAULT_CHUNK_TOKENS, Calls
 from octavo.frontend.choice import Chunk
 from octavo.frontend.errors import InvalidArgument
 from octavo.frontend.health import GENERATION_SERVICE

@@ -66,6 +66,12 @@ class StreamTable:
         """Let go of a stream."""
         self._streams.pop(stream.handle, None)
 
+    def watch(self, event: str, attributes: dict[str, str]) -> None:
+        """Tell who watches streams that something has happened to all of them."""
+        for stream in self._streams.values():
+            if stream.watcher is not None and not stream.ended:
+                stream.watcher.event(event, attributes)
+
     def apply(self, output: StepOutput) -> None:
         """Give each stream its part of a message; parts of streams that are gone are dropped.
 

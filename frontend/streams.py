@@ -34,6 +34,22 @@ class SchedulerLink(Protocol):
         ...
 
 
+class StreamWatcher(Protocol):
+    """Who tells of a stream in spans."""
+
+    def on_begin(self) -> None:
+        """It is submitted, perhaps again."""
+        ...
+
+    def event(self, name: str, attributes: dict[str, str]) -> None:
+        """Something has happened to it."""
+        ...
+
+    def end(self) -> None:
+        """It is let go of."""
+        ...
+
+
 @dataclass(frozen=True)
 class Timings:
     """Seconds of a request's phases."""
@@ -78,6 +94,7 @@ class Stream:
         self.error: ServiceError | None = None
         self.interrupt: Callable[[], object] | None = None
         self.on_flush: Callable[[], None] | None = None  # called before what is new is taken
+        self.watcher: StreamWatcher | None = None
         self.message_cost_s = message_cost_s
         self._prompt = journal.prompt
         self._make_detokenizer = make_detokenizer
@@ -157,6 +174,8 @@ class Stream:
         else:
             self._finish_full_choices()
         if not self.ended:
+            if self.watcher is not None:
+                self.watcher.on_begin()
             self._link.submit(self.journal.to_request(self.handle, left, facts))
 
     @property

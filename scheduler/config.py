@@ -57,6 +57,8 @@ class SchedulerConfig:
     """Folder of the CURVE keys that tcp needs."""
     trace_plans: Path | None = None
     """File that gets one JSON line for each plan and result."""
+    otlp_traces_endpoint: str | None = None
+    """Collector that is told of requests in spans; None: nobody is."""
 
     def __post_init__(self) -> None:
         for name, lowest in _LOWEST.items():

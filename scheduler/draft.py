@@ -250,4 +250,5 @@ def _new_row(sequence: Sequence, grammar: int) -> NewRow:
         sampling=request.sampling,
         grammar=grammar,
         first_prompt_logprob=sequence.first_told if request.sampling.prompt_logprobs >= 0 else 0,
+        trace=request.trace,
     )

@@ -36,6 +36,7 @@ class Intake:
             caller=message.caller,
             priority=message.priority,
             grammar=message.grammar,
+            trace=message.trace,
             num_prompt_told=max(1, message.num_prompt_told),
             num_choices=message.num_choices,
         )

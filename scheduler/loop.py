@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -14,10 +15,14 @@ from octavo.scheduler.core import Scheduler
 from octavo.scheduler.service import Service
 from octavo.scheduler.sessions import Sessions
 from octavo.scheduler.trace import PlanTrace
+from octavo.scheduler.tracing import RequestTraces
 from octavo.wire.channel import RouterChannel
 from octavo.wire.curve import load_scheduler_keys
 from octavo.wire.ids import new_boot_id
 from octavo.wire.live import Progress
+
+if TYPE_CHECKING:
+    from octavo.wire.tracing_export import Tracing
 
 GOODBYE_LINGER_MS = 100
 """How long the leaving scheduler waits at most for its Goodbyes to be written."""
@@ -32,6 +37,7 @@ class Loop:
         config: settings.
         clock: monotonic seconds.
         progress: what the loop notes of itself, for whoever watches it.
+        tracing: where it tells of requests in spans; None: nowhere. Its owner closes it.
 
     Raises (on construction):
         AddressInUse: another scheduler listens there.
@@ -44,6 +50,7 @@ class Loop:
         config: SchedulerConfig,
         clock: Callable[[], float] = time.monotonic,
         progress: Progress | None = None,
+        tracing: "Tracing | None" = None,
     ) -> None:
         self._clock = clock
         self._progress = progress or Progress()
@@ -61,7 +68,8 @@ class Loop:
             self._context.term()
             raise
         boot_id = new_boot_id()
-        self.service = Service(self._channel, config, boot_id, os.getpid(), self._trace)
+        traces = RequestTraces(tracing) if tracing is not None else None
+        self.service = Service(self._channel, config, boot_id, os.getpid(), self._trace, traces=traces)
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)

@@ -9,8 +9,10 @@ from types import FrameType
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.loop import Loop
 from octavo.wire.errors import AddressInUse, WireError
+from octavo.wire.ids import new_boot_id
 from octavo.wire.live import Progress
 from octavo.wire.signals import stop_signals
+from octavo.wire.tracing import TracingError, start_tracing
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -30,11 +32,12 @@ def run(config: SchedulerConfig, progress: Progress | None = None) -> int:
         progress: what the loop notes of itself, for whoever watches it.
     """
     try:
-        loop = Loop(config, progress=progress)
+        tracing = start_tracing("scheduler", config.otlp_traces_endpoint, new_boot_id())
+        loop = Loop(config, progress=progress, tracing=tracing)
     except AddressInUse as error:
         _log.error("cannot start the scheduler: %s", error)
         return EXIT_FAILED  # whoever listens there may be about to leave
-    except (WireError, OSError) as error:
+    except (WireError, OSError, TracingError) as error:
         _log.error("cannot start the scheduler: %s", error)
         return EXIT_CONFIGURATION
     gc.freeze()  # modules stay: the collector need not look through them again, which would hold up a step
@@ -60,4 +63,6 @@ def run(config: SchedulerConfig, progress: Progress | None = None) -> int:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
         loop.close()
+        if tracing is not None:
+            tracing.close()
     return EXIT_OK

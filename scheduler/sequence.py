@@ -65,6 +65,8 @@ class Request:
     priority: int = 0
     grammar: bytes = b""
     """What each choice must be; empty: anything. Requests with the same one share the object."""
+    trace: str = ""
+    """Traceparent of the span that tells of it; empty: nobody wants to know."""
     prefix_root: bytes = b""
     """Empty: nothing of it is shared or found."""
     prefix_keys: bytes = b""

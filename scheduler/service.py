@@ -21,6 +21,7 @@ from octavo.scheduler.instructions import (
 from octavo.scheduler.peers import PeerRecord
 from octavo.scheduler.sessions import Channel, Sessions
 from octavo.scheduler.trace import PlanTrace
+from octavo.scheduler.tracing import RequestTraces
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S
 from octavo.wire.failpoints import failpoint
 from octavo.wire.ids import BootId, SessionId, new_session_id
@@ -41,6 +42,7 @@ class Service:
         boot_id: identity of this life of the process.
         pid: of the process, for reports.
         trace: gets plans and results; the driver closes it.
+        traces: tells of requests in spans; None: nobody wants to know.
         new_session: draws the identities of sessions.
     """
 
@@ -52,12 +54,14 @@ class Service:
         pid: int,
         trace: PlanTrace | None = None,
         new_session: Callable[[], SessionId] = new_session_id,
+        traces: RequestTraces | None = None,
     ) -> None:
         self.core = Scheduler(config)
         self.sessions = Sessions(channel, config, boot_id, new_session)
         self._boot_id = boot_id
         self._pid = pid
         self._trace = trace
+        self._traces = traces
         self._idle_check = IdleCheck(self.core.check)
 
     @property
@@ -111,6 +115,8 @@ class Service:
             instructions = self.decide(events, now)
             if instructions:
                 self._perform(instructions, now)
+            if self._traces is not None:
+                self._traces.observe(events, instructions, now)
             happened = happened or bool(instructions)
             events = self.sessions.take_events()
             if not events:

@@ -30,3 +30,4 @@ class WorkerConfig:
     load_format: str = "auto"  # auto (safetensors), or dummy (random)
     num_threads: int | None = None  # None: torch's default
     seed: int = 0  # of dummy weights
+    otlp_traces_endpoint: str | None = None  # collector that is told of rows in spans; None: nobody is

@@ -16,6 +16,7 @@ from octavo.wire.plan import StepPlan
 from octavo.wire.signals import StopSignal
 from octavo.worker.errors import PlanError
 from octavo.worker.interface import LOOK_INTERVAL_S, Runner
+from octavo.worker.tracing import RowTraces
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +58,19 @@ def keep_in_touch(peer: Peer, stop: StopSignal, progress: Progress) -> None:
 class WorkerLoop:
     """Executes the plans of the current session in order; a new session starts with no rows, weights stay."""
 
-    def __init__(self, peer: Peer, runner: Runner, stop: StopSignal, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        runner: Runner,
+        stop: StopSignal,
+        progress: Progress | None = None,
+        traces: RowTraces | None = None,
+    ) -> None:
         self._peer = peer
         self._runner = runner
         self._stop = stop
         self._progress = progress or Progress()
+        self._traces = traces
         self._last_step = 0
         self._poller = zmq.Poller()
         self._polled: zmq.Socket[bytes] | None = None
@@ -78,6 +87,8 @@ class WorkerLoop:
             if not self._runner.num_in_flight:
                 self._progress.move()  # else a turn alone is none: the device may have hung
             self._wait()
+            if self._traces is not None:
+                self._traces.rest()
             failpoint("worker.before_receive")
             for event in self._peer.step():
                 if self._stop.requested():
@@ -131,6 +142,8 @@ class WorkerLoop:
             self._peer.reset(str(error))
             return False
         self._last_step = plan.step
+        if self._traces is not None:
+            self._traces.launched(plan)
         return True
 
     def _send_results(self) -> bool:
@@ -143,8 +156,12 @@ class WorkerLoop:
             if not self._peer.send(result):
                 return False
             failpoint("worker.after_reply")
+            if self._traces is not None:
+                self._traces.completed(result)
         return True
 
     def _forget(self) -> None:
         self._runner.clear()
         self._last_step = 0
+        if self._traces is not None:
+            self._traces.forget()

@@ -15,10 +15,12 @@ from octavo.wire.live import Progress
 from octavo.wire.model_digest import model_digest
 from octavo.wire.peer import Peer, PeerRefused
 from octavo.wire.signals import StopSignal
+from octavo.wire.tracing import TracingError, start_tracing
 from octavo.worker.config import WorkerConfig
 from octavo.worker.errors import DeviceHung, StartError
 from octavo.worker.loading import load
 from octavo.worker.loop import LoadingStopped, WorkerIdentity, WorkerLoop, keep_in_touch
+from octavo.worker.tracing import RowTraces
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +60,9 @@ def _serve(
         raise StartError(f"{config.model_path} is no model folder: config.json: {error.strerror}") from error
     identity = WorkerIdentity(digest, boot_id)
     try:
+        tracing = start_tracing("worker", config.otlp_traces_endpoint, boot_id)
         channel = DealerChannel(context, config.address, boot_id, load_peer_keys(config.curve_keys, "worker"))
-    except WireError as error:
+    except (WireError, TracingError) as error:
         raise StartError(str(error)) from error
     peer = Peer(channel, identity.hello, time.monotonic)
     try:
@@ -75,9 +78,14 @@ def _serve(
                 config.address,
             )
         peer.reset("the model is loaded")  # so that the next Hello, with the facts, goes out at once
-        WorkerLoop(peer, loaded.runner, stop, progress).run()
+        traces = RowTraces(tracing, loaded.facts) if tracing is not None else None
+        WorkerLoop(peer, loaded.runner, stop, progress, traces).run()
+        if traces is not None:
+            traces.forget()
     except LoadingStopped:
         logger.info("told to stop while loading")
     finally:
+        if tracing is not None:
+            tracing.close()
         if not peer.channel.socket.closed:
             peer.channel.close()

@@ -9,13 +9,15 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from octavo.frontend.budget import Share
-from octavo.frontend.calls import CallContext, Calls
+from octavo.frontend.call_context import CallContext
+from octavo.frontend.calls import Calls
 from octavo.frontend.errors import ServiceError, TooManyBytes, internal_error
 from octavo.frontend.metadata import read_authorization
 from octavo.frontend.metrics_layout import HTTP_CLIENT_GONE
 from octavo.frontend.openai.answers import error_event
 from octavo.frontend.openai.bodies import INLINE_BYTES, check_values
 from octavo.frontend.openai.errors import HttpError, from_msgspec, to_http
+from octavo.frontend.tracing_doors import begin_http, end_http
 
 BODY_TIMEOUT_S = 60.0
 """How long a body may take to arrive."""
@@ -49,13 +51,27 @@ class Endpoint:
         self._route = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a call, and count it."""
+        """Answer a call, count it, and tell of it in a span where somebody wants to know."""
+        tracer, route = self._calls.tracer, self._route
+        trace = begin_http(tracer, scope, route) if tracer is not None and route is not None else None
+        if trace is None:
+            await self._call(scope, receive, send)
+            return
+        status = HTTP_CLIENT_GONE
+        try:
+            with trace.running():
+                status = await self._call(scope, receive, send)
+        finally:
+            end_http(trace, status)
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> int:
         call = HttpCall(self._calls, scope, receive, send)
         try:
             await self._answer(call)
         finally:
             if self._route is not None:
                 self._calls.metrics.count_call("http", self._route, str(call.status))
+        return call.status
 
     async def _answer(self, call: "HttpCall") -> None:
         try:

@@ -188,14 +188,6 @@ async def test_equal_request_ids_harm_nobody(service: Service, scheduler: Script
     assert sorted([(await call).choices[0].text for call in calls]) == ["one", "two"]
 
 
-async def test_traces_reach_the_scheduler(service: Service, scheduler: ScriptedScheduler) -> None:
-    trace = f"00-{'a' * 32}-{'b' * 16}-01"
-    call = service.ask(text="x", metadata=(("traceparent", trace),))
-    request = await scheduler.next(SubmitRequest)
-    assert request.trace == trace
-    call.cancel()
-
-
 async def test_what_nobody_expected_is_internal_and_keeps_its_text(
     service: Service, scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

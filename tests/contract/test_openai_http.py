@@ -198,15 +198,6 @@ async def test_request_ids_are_echoed_or_made(doors: Doors, scheduler: ScriptedS
     assert "x-request-id" in (await doors.http.get("/nowhere")).headers
 
 
-async def test_traces_reach_the_scheduler(doors: Doors, scheduler: ScriptedScheduler) -> None:
-    trace = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
-    asking = asyncio.ensure_future(doors.http.post(COMPLETIONS, json={"prompt": "x"}, headers={"traceparent": trace}))
-    request = await scheduler.next(SubmitRequest)
-    assert request.trace == trace
-    scheduler.answer(request, [[97]], FinishReason.LENGTH)
-    await asking
-
-
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/nowhere", 404), ("POST", "/v1/models", 405), ("GET", COMPLETIONS, 405), ("GET", "/v1/models/", 404)],

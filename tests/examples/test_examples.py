@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from octavo.wire.tracing import start_tracing
 from tests.examples.conftest import Served
 
 ROOT = Path(__file__).parents[2]
@@ -139,3 +140,19 @@ def test_go(served: Served, tmp_path: Path) -> None:
     done = run(go, "run", ".", "-address", served.grpc, QUESTION, folder=folder, PATH=path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"\[FINISH_REASON_(LENGTH|STOP): \d+ tokens\]", done.stderr)
+
+
+def test_python_print_spans() -> None:
+    script = str(EXAMPLES / "python/print_spans.py")
+    with subprocess.Popen([sys.executable, script, "0"], stdout=subprocess.PIPE, text=True) as collector:
+        try:
+            assert collector.stdout is not None
+            tracing = start_tracing("worker", collector.stdout.readline().split()[-1], "a-life")
+            assert tracing is not None
+            parent = tracing.remote(f"00-{'a' * 32}-{'b' * 16}-01")
+            tracing.record("octavo.worker.decode", parent, 1_000_000, 3_500_000, {}, [("octavo.end", 2_000_000, {})])
+            tracing.close()
+            line = collector.stdout.readline().split()
+        finally:
+            collector.terminate()
+    assert line == ["a" * 32, "octavo-worker", "2.5", "ms", "octavo.worker.decode", "octavo.end"]

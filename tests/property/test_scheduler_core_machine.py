@@ -13,6 +13,7 @@ from octavo.scheduler.simulate.model import make_facts
 from octavo.wire.ids import SessionId
 from octavo.wire.requests import BeamParams, FailureCode
 from tests.support.core_driver import Client, CoreDriver, make_config
+from tests.support.fake_tracing import TracedDriver
 
 VOCAB = 50
 SICK_LATER, SICK_EARLY = 99, 98
@@ -250,7 +251,14 @@ def test_long_random_runs_end_with_solo_outputs_and_everything_free(seed: int) -
     run_long(Random(seed), sorted(POLICIES)[seed % 3], caching=seed % 4 > 0)
 
 
-def run_long(random: Random, policy: str, caching: bool) -> CoreDriver:
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_in_long_random_runs_exactly_live_requests_are_traced(seed: int) -> None:
+    driver = run_long(Random(seed), sorted(POLICIES)[seed % 3], caching=seed % 4 > 0, make=TracedDriver)
+    assert isinstance(driver, TracedDriver)
+    assert len({span.trace for span in driver.tracing.spans}) > 10
+
+
+def run_long(random: Random, policy: str, caching: bool, make: type[CoreDriver] = CoreDriver) -> CoreDriver:
     """Run 400 random actions and drain."""
     block_size = random.choice([1, 2, 4, 16])
     num_tokens = random.randint(24, 64)
@@ -271,7 +279,7 @@ def run_long(random: Random, policy: str, caching: bool) -> CoreDriver:
         max_requests_per_caller=random.choice([0, 4]),
         max_waiting_tokens_per_caller=random.choice([0, 100]),
     )
-    driver = CoreDriver(facts, config, fault_rule=faults)
+    driver = make(facts, config, fault_rule=faults)
     driver.worker_ready()
     frontends = 1
     for _ in range(400):

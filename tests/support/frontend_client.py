@@ -185,9 +185,11 @@ async def refusal(call: Any) -> Refusal:
 
 
 @asynccontextmanager
-async def running_frontend(model: Path, address: str, options: Any = (), **settings: Any) -> AsyncIterator[Service]:
+async def running_frontend(
+    model: Path, address: str, options: Any = (), tracing: Any = None, **settings: Any
+) -> AsyncIterator[Service]:
     """Run a frontend, and connect to it with a client of its own."""
-    frontend = Frontend(FrontendConfig(model, ("tiny", "alias"), address, grpc_port=0, **settings))
+    frontend = Frontend(FrontendConfig(model, ("tiny", "alias"), address, grpc_port=0, **settings), tracing)
     try:
         await frontend.start()
         await frontend.load()

@@ -115,6 +115,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     first_prompt_logprob: Int31 = (
         0  # with prompt_logprobs: position from which on they are told; none from the output on
     )
+    trace: Annotated[str, Meta(max_length=256)] = ""  # traceparent of the span that tells of its request; empty: none
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):

@@ -85,7 +85,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     finished_choices: bytes = b""  # replay: int32 choices that have ended already
     deadline_s: float | None = None  # time that is left
     caller: Annotated[str, Meta(max_length=256)] = ""  # whom the request counts against in limits and fairness
-    trace: Annotated[str, Meta(max_length=256)] = ""  # traceparent, for logs
+    trace: Annotated[str, Meta(max_length=256)] = ""  # traceparent of the span that tells of it; empty: none
     priority: Int32 = 0  # lower runs earlier; only 0 unless the service takes priorities
     prefix_root: bytes = b""  # root_key() of the prefix cache; empty: nothing of the request is shared or found
     prefix_keys: bytes = b""  # prompt_keys(): one for each full block of the prompt
