@@ -11,14 +11,14 @@ from rich.table import Table
 from octavo.cli.checkpoint import CheckpointFile
 from octavo.cli.command import Command
 from octavo.cli.model_check import examine
-from octavo.cli.model_store import fetch, is_complete, locate
+from octavo.cli.model_store import is_complete, locate, resolve
 from octavo.cli.places import models_folder
 from octavo.frontend.model import ModelFiles
 from octavo.worker.models.config import ModelConfig
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
-Name = Annotated[str, typer.Argument(help="A hub name (owner/model), or 'demo'.")]
+Name = Annotated[str, typer.Argument(help="A hub name (owner/model), or 'demo'; a folder is there already.")]
 
 app = typer.Typer(name="models", help="List, fetch and inspect models.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -44,8 +44,7 @@ def list_models() -> None:
 @app.command("fetch", cls=Command)
 def fetch_model(name: Name) -> None:
     """Fetch a model, unless it is there, and print its folder."""
-    folder = fetch(name)
-    typer.echo(str(folder))
+    typer.echo(str(resolve(name).folder))
 
 
 @app.command("inspect", cls=Command)

@@ -160,3 +160,9 @@ def test_list_shows_what_was_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert code == 0
     rows = [line.split()[:2] for line in text.splitlines()[1:-1]]
     assert rows == [["broken", "unknown"], ["owner/model", "SomeModel"]]
+
+
+def test_a_folder_needs_no_fetching(tmp_path: Path) -> None:
+    """So that a container's first step may name one as well."""
+    (tmp_path / "config.json").write_text("{}")
+    assert run("fetch", str(tmp_path)) == (0, f"{tmp_path}\n")
