@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +34,9 @@ CLOSE_S = 2.0
 COMPLAIN_EVERY_S = 60.0
 """Between two lines of the log about lost spans."""
 
+SWITCH_INTERVAL_S = 0.001
+"""How long the thread that sends may keep the interpreter from the one that works; Python's default is 5 ms."""
+
 MAX_TRACESTATE_CHARS = 512
 
 Attributes: TypeAlias = Mapping[str, str | bool | int | float | Sequence[str]]
@@ -58,6 +62,7 @@ class Tracing:
     """
 
     def __init__(self, process: str, url: str, instance: str) -> None:
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         words = _LastWords()
         exporter = _CountingExporter(OTLPSpanExporter(endpoint=url), words)
         self._processor = _BoundedProcessor(exporter)
