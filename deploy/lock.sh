@@ -36,7 +36,8 @@ import re, sys, tomllib
 from pathlib import Path
 
 work = Path(sys.argv[1])
-needs = tomllib.loads(Path("pyproject.toml").read_text())["project"]["dependencies"]
+project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+needs = project["dependencies"] + project["optional-dependencies"]["otel"]
 name = lambda line: re.match(r"[\w.-]+", line)[0].lower().replace("_", "-")
 worker_only = {"torch", "triton", "transformers", "accelerate", "gguf"}
 (work / "frontend.in").write_text("\n".join(line for line in needs if name(line) not in worker_only) + "\n")

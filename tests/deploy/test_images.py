@@ -34,7 +34,8 @@ def locked(name: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_locks_hold_what_the_project_needs(name: str) -> None:
-    needs = [Requirement(line) for line in PROJECT["project"]["dependencies"]]
+    project = PROJECT["project"]
+    needs = [Requirement(line) for line in project["dependencies"] + project["optional-dependencies"]["otel"]]
     versions = locked(name)
     for need in needs:
         if canonicalize_name(need.name) in LEFT_OUT[name]:
