@@ -110,7 +110,7 @@ def service(*flags: str) -> Iterator[Running]:
     """Run the demo model; yield it when it is ready."""
     port = free_port()
     command = [sys.executable, "-m", "octavo.cli.main", "serve", "demo", "--grpc-port", str(port), "--http-port", "0"]
-    command += ["--log-level", "warning", "--kv-cache-memory-bytes", str(2**28), *flags]
+    command += ["--log-level", "warning", "--kv-cache-memory-bytes", str(2**28), "--num-threads", "1", *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         options = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 100)]
