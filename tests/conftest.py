@@ -14,6 +14,11 @@ LONGEST = ("tests/models/test_gpu_runner.py", "tests/kernels/test_gpu_attention.
 """Files that several processes of tests should begin with, so that none of them is still at one when the rest is done."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a seed that a failing test of tests/chaos has shown be given back."""
+    parser.addoption("--chaos-seed", type=int, help="seed of tests/chaos; drawn by default and shown on failure")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the longest files first where tests run in several processes, which take files in this order."""
     if hasattr(config, "workerinput"):  # of pytest-xdist
