@@ -72,8 +72,7 @@ def test_untraced_rows_are_not_looked_at() -> None:
     watched.driver.end(0)
     watched.driver.begin(1, range(4))
     watched.step({1: 4})
-    assert (len(watched.traces), watched.traces._launched, watched.tracing.spans) == (0, watched.traces._launched, [])
-    assert not watched.traces._launched
+    assert (len(watched.traces), len(watched.traces._launched), watched.tracing.spans) == (0, 0, [])
 
 
 def test_a_row_that_computes_nothing_more_is_told_of_without_another_plan() -> None:
@@ -123,3 +122,44 @@ def test_a_lost_session_tells_what_there_was() -> None:
     watched.traces.forget()
     assert list(watched.tracing.of("a")) == ["octavo.worker.prefill"]
     assert len(watched.traces) == 0
+
+
+def test_plans_that_differ_in_nothing_count_like_others() -> None:
+    """Row 0 is alone, then beside another one, then alone again; a pause in between tells of it early."""
+    watched = Watched()
+    watched.driver.begin(0, range(1))
+    watched.step({0: 1}, {0: "a"})
+    for _ in range(5):
+        watched.step({0: 1})
+    watched.driver.begin(1, range(2))
+    watched.step({0: 1, 1: 2})
+    for _ in range(3):
+        watched.step({0: 1, 1: 1})
+    watched.now += IDLE_S
+    watched.traces.rest()
+    for _ in range(2):
+        watched.step({0: 1, 1: 1})
+    watched.traces.forget()
+    told = [(span.name.rpartition(".")[2], span.attributes) for span in watched.tracing.spans]
+    keys = ("first_step", "last_step", "num_steps", "num_tokens", "compute_us", "batch_size.min", "batch_size.max")
+    assert [(name, *(found[f"octavo.{key}"] for key in keys)) for name, found in told] == [
+        ("prefill", 1, 1, 1, 1, 10_000, 1, 1),
+        ("decode", 2, 10, 9, 9, 90_000, 1, 2),
+        ("decode", 11, 12, 2, 2, 20_000, 2, 2),
+    ]
+
+
+def test_plans_ahead_of_their_results_count_in_order() -> None:
+    watched = Watched()
+    watched.driver.begin(0, range(4))
+    plans = [watched.launch({0: 4}, {0: "a"}), watched.launch({0: 1}), watched.launch({0: 1})]
+    watched.driver.end(0)
+    watched.driver.begin(1, range(4))
+    plans.append(watched.launch({1: 4}))
+    for plan in plans:
+        watched.now += 0.01
+        watched.traces.completed(StepResult(plan.epoch, plan.step, b"", b"", compute_us=5))
+    spans = watched.tracing.of("a")
+    assert spans["octavo.worker.prefill"].attributes["octavo.compute_us"] == 5
+    assert spans["octavo.worker.decode"].attributes["octavo.compute_us"] == 10
+    assert spans["octavo.worker.decode"].attributes["octavo.last_step"] == 3
