@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from benchmarks._record import record
 from octavo.cli.model_store import resolve
@@ -225,9 +224,7 @@ class Campaign:
         kills = Counter(kill.name for kill in self.found.kills)
         lives = Counter(life.name for life in cluster.lives)
         wrong += [f"{lives[n]} lives of the {n} after {kills[n]} kills" for n in lives if lives[n] != kills[n] + 1]
-        present = {cluster.pid(name) for name in cluster.names}
-        orphans = {one.pid for one in psutil.Process().children()} - present
-        if orphans:
+        if orphans := cluster.orphans():
             wrong.append(f"orphaned processes: {orphans}")
         sockets = sorted(p.name for p in cluster.folder.iterdir() if stat.S_ISSOCK(p.stat().st_mode))
         if sockets != ["s"]:

@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from octavo.wire.failpoints import EXIT_CODE, PLACES, VARIABLE
 from tests.chaos.conftest import SILENCE_S, Chaos, running
+from tests.support.history import UNAVAILABLE
 
 WAIT_S = 30.0
 STEP_TIMEOUT_S = 1.0
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def chaos() -> AsyncIterator[Chaos]:
     """Return a service that all tests of this module share; each gives the faulted process a new life."""
     with tempfile.TemporaryDirectory(prefix="octavo-") as name:
-        async with running(Path(name), 0, scheduler=("--step-timeout", str(STEP_TIMEOUT_S))) as one:
+        async with running(Path(name), 0, num_frontends=2, scheduler=("--step-timeout", str(STEP_TIMEOUT_S))) as one:
             yield one
 
 
@@ -40,7 +41,7 @@ async def begin_faulted(chaos: Chaos, role: str, fault: str) -> int:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("role", ["worker", "scheduler"])
 async def test_killed_at_a_step_boundary(chaos: Chaos, seed: int, role: str, place: str) -> None:
-    """F36 (worker), F40 (scheduler): streams pause and go on without loss or repetition."""
+    """F36 (worker), F40 (scheduler): streams pause and go on without loss or repetition; I11, I12."""
     chaos.seed = seed
     pid = await begin_faulted(chaos, role, f"{role}.{place}:kill@20")
     await chaos.load().once()
@@ -63,6 +64,16 @@ async def test_stopped_at_a_step_boundary(chaos: Chaos, seed: int, role: str, pl
     await load.stop()
     assert chaos.cluster.pid(role) == pid, "it goes on in its old life"
     await chaos.judge()
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_a_frontend_killed_at_a_step_boundary(chaos: Chaos, seed: int, place: str) -> None:
+    """F41: its own requests end UNAVAILABLE at a token that is right; those of the other frontend are whole."""
+    chaos.seed = seed
+    pid = await begin_faulted(chaos, "frontend-1", f"frontend.{place}:kill@20")
+    await chaos.load().once()
+    assert (await asyncio.to_thread(chaos.cluster.wait_for_end, pid)).code == -signal.SIGKILL
+    await chaos.judge(lambda history: {UNAVAILABLE, "TRUNCATED"} if history.frontend == 1 else ())
 
 
 def is_stopped(pid: int) -> bool:

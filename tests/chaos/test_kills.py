@@ -4,11 +4,15 @@ import asyncio
 import signal
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
+from octavo.v1 import generation_pb2 as pb
+from octavo.v1 import generation_pb2_grpc as rpc
 from tests.chaos.conftest import PATIENCE, running
 from tests.support.history import CANCELLED, OK, UNAVAILABLE, Ask, History
+from tests.support.service import assert_gone
 
 
 async def test_workers_and_schedulers_killed_at_random(folder: Path, seed: int) -> None:
@@ -22,8 +26,7 @@ async def test_workers_and_schedulers_killed_at_random(folder: Path, seed: int) 
         await load.stop()
         await chaos.judge()
         assert chaos.cluster.odd_ends() == []
-        present = {chaos.cluster.pid(name) for name in chaos.cluster.names}
-        assert {one.pid for one in psutil.Process().children() if one.name().startswith("python")} <= present
+        assert chaos.cluster.orphans() == []
 
 
 async def test_a_killed_scheduler_leaves_the_worker_as_it_is(folder: Path, seed: int) -> None:
@@ -56,6 +59,27 @@ async def test_a_killed_frontend_takes_its_own_streams_alone(folder: Path, seed:
         statuses = {(one.frontend, one.status.code) for one in histories if one.status is not None}
         assert (1, UNAVAILABLE) in statuses
         assert {code for frontend, code in statuses if frontend == 0} <= {OK, CANCELLED}
+
+
+async def test_a_killed_frontend_leaves_no_compiler_of_grammars(folder: Path, seed: int) -> None:
+    """F44: the process that it had started for constraints ends with it, also after kill -9."""
+    async with running(folder, seed) as chaos:
+        cluster = chaos.cluster
+        constrained = pb.GenerationInput(
+            token_ids=pb.TokenIds(ids=[65]),
+            stopping=pb.StoppingParams(max_tokens=4),
+            constraint=pb.OutputConstraint(regex="[a-z]+"),
+        )
+        with grpc.insecure_channel(f"127.0.0.1:{cluster.targets[0].grpc_port}") as channel:
+            stub = rpc.GenerationServiceStub(channel)
+            await asyncio.to_thread(stub.Generate, pb.GenerateRequest(input=constrained), timeout=60)
+        children = psutil.Process(cluster.pid("frontend-0")).children(recursive=True)
+        assert children, "constraints are compiled by a process of its own"
+        await asyncio.to_thread(cluster.kill, "frontend-0")
+        await asyncio.to_thread(assert_gone, children)
+        await asyncio.to_thread(cluster.wait_until_whole)
+        await chaos.load().once()
+        await chaos.judge()
 
 
 @pytest.mark.parametrize("role", ["worker", "scheduler"])

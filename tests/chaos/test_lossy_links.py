@@ -37,7 +37,7 @@ async def test_streams_over_a_lossy_link(folder: Path, seed: int) -> None:
 
 
 async def test_garbage_at_the_scheduler_s_socket(folder: Path, seed: int) -> None:
-    """F47, F48: what is no message of a session is dropped, whoever sends it and however much of it; streams go on."""
+    """F48: what is no message of a session is dropped, whoever sends it and however much of it; streams go on."""
     async with running(folder, seed) as chaos:
         pids = {name: chaos.cluster.pid(name) for name in chaos.cluster.names}
         load = chaos.load()

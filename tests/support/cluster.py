@@ -249,6 +249,17 @@ class Cluster:
     def processes(self) -> dict[str, psutil.Process]:
         return {name: psutil.Process(self.pid(name)) for name in self.names}
 
+    def orphans(self) -> list[psutil.Process]:
+        """Return processes of this service, known by their environment, that no present life of it has begun."""
+        known = {pid for one in self.processes().values() for pid in (one.pid, *(c.pid for c in _children_of(one)))}
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # it has ended, or is somebody else's
+                runtime = process.environ().get("OCTAVO_RUNTIME_DIR")
+                if runtime == self._environment["OCTAVO_RUNTIME_DIR"] and process.pid not in known:
+                    found.append(process)
+        return found
+
     def close(self) -> None:
         """End all processes in order, frontends first; fail if one is left or did not exit with 0."""
         self._closing.set()
