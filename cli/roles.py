@@ -2,14 +2,13 @@
 
 import os
 import sys
-from pathlib import Path
 
 import typer
 
-from octavo.cli import logs, options, parent
+from octavo.cli import logs, observing_options, options, parent
 from octavo.cli.command import Command
 from octavo.cli.errors import ConfigurationError
-from octavo.cli.model_store import resolve
+from octavo.cli.model_store import Model, resolve
 from octavo.cli.places import default_scheduler_address
 from octavo.wire import failpoints
 from octavo.wire.live import LiveAnswers, Progress
@@ -37,6 +36,7 @@ def frontend(
     ssl_keyfile: options.SslKeyfile = None,
     ssl_ca_certs: options.SslCaCerts = None,
     recovery_timeout: options.RecoveryTimeout = 120.0,
+    vllm_metric_names: observing_options.VllmMetricNames = False,
     scheduler_address: options.SchedulerAddress = None,
     curve_keys: options.CurveKeys = None,
     otlp_traces_endpoint: options.OtlpTracesEndpoint = None,
@@ -71,6 +71,7 @@ def frontend(
                 local_socket=local_socket,
                 private_socket=live_socket,
                 metrics_file=metrics_file,
+                vllm_metric_names=vllm_metric_names,
                 health_port=health_port,
                 reuse_port=reuse_port,
                 share_prefix_cache=share_prefix_cache,
@@ -99,6 +100,9 @@ def scheduler(
     recovery_timeout: options.RecoveryTimeout = 120.0,
     trace_plans: options.TracePlans = None,
     enable_prefix_caching: options.EnablePrefixCaching = True,
+    served_model_name: options.ServedModelName = None,
+    metrics_host: observing_options.MetricsHost = "127.0.0.1",
+    metrics_port: observing_options.MetricsPort = None,
     scheduler_address: options.SchedulerAddress = None,
     curve_keys: options.CurveKeys = None,
     live_socket: options.LiveSocket = "",
@@ -115,11 +119,12 @@ def scheduler(
 
     progress = Progress(TURN_LIMIT_S)
     with _watched("scheduler", progress, live_socket):
+        found = _found(model, progress)
         code = run(
             SchedulerConfig(
                 address=scheduler_address or default_scheduler_address(),
                 curve_keys=curve_keys,
-                config_digest=model_digest(_folder_of(model, progress)),
+                config_digest=model_digest(found.folder),
                 max_model_len=max_model_len,
                 long_prefill_token_threshold=long_prefill_token_threshold,
                 scheduling_policy=scheduling_policy,
@@ -132,6 +137,9 @@ def scheduler(
                 step_timeout_s=step_timeout,
                 recovery_timeout_s=recovery_timeout,
                 trace_plans=trace_plans,
+                model_name=(served_model_name or found.names)[0],
+                metrics_host=metrics_host,
+                metrics_port=metrics_port,
                 otlp_traces_endpoint=otlp_traces_endpoint,
             ),
             progress,
@@ -158,6 +166,9 @@ def worker(
     num_threads: options.NumThreads = None,
     seed: options.Seed = 0,
     step_timeout: options.StepTimeout = 300.0,
+    served_model_name: options.ServedModelName = None,
+    metrics_host: observing_options.MetricsHost = "127.0.0.1",
+    metrics_port: observing_options.MetricsPort = None,
     scheduler_address: options.SchedulerAddress = None,
     curve_keys: options.CurveKeys = None,
     live_socket: options.LiveSocket = "",
@@ -173,9 +184,10 @@ def worker(
         from octavo.worker.config import WorkerConfig
         from octavo.worker.main import run
 
+        found = _found(model, progress)
         code = run(
             WorkerConfig(
-                model_path=_folder_of(model, progress),
+                model_path=found.folder,
                 address=scheduler_address or default_scheduler_address(),
                 curve_keys=curve_keys,
                 device=device,
@@ -194,6 +206,9 @@ def worker(
                 load_format=load_format,
                 num_threads=num_threads,
                 seed=seed,
+                model_name=(served_model_name or found.names)[0],
+                metrics_host=metrics_host,
+                metrics_port=metrics_port,
                 otlp_traces_endpoint=otlp_traces_endpoint,
             ),
             progress,
@@ -201,12 +216,12 @@ def worker(
     sys.exit(code)
 
 
-def _folder_of(model: str, progress: Progress) -> Path:
-    """Return a model's folder; where the model must be fetched first, that takes as long as it takes."""
+def _found(model: str, progress: Progress) -> Model:
+    """Return a model's folder and names; where the model must be fetched first, that takes as long as it takes."""
     progress.rest()
-    folder = resolve(model).folder
+    found = resolve(model)
     progress.move()
-    return folder
+    return found
 
 
 def _watched(role: str, progress: Progress, path: str) -> LiveAnswers:

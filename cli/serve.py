@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import typer
 
-from octavo.cli import keys, logs, options, places
+from octavo.cli import keys, logs, observing_options, options, places
 from octavo.cli.command import Command
 from octavo.cli.errors import ConfigurationError
 from octavo.cli.keys import Access
@@ -76,6 +76,7 @@ def serve(
     num_gpu_blocks_override: options.NumGpuBlocksOverride = None,
     kv_cache_memory_bytes: options.KvCacheMemoryBytes = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
+    vllm_metric_names: observing_options.VllmMetricNames = False,
     stall_timeout: options.StallTimeout = STALL_TIMEOUT_S,
     scheduler_address: options.SchedulerAddress = None,
     curve_keys: options.CurveKeys = None,
@@ -160,6 +161,7 @@ def serve(
                 "max-message-bytes": max_message_bytes,
                 "grace": grace,
                 "recovery-timeout": recovery_timeout,
+                "vllm-metric-names": vllm_metric_names,
                 "api-key-file": api_key_file,
                 "share-prefix-cache": share_prefix_cache,
                 "tool-call-parser": tool_call_parser,

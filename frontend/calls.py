@@ -134,9 +134,9 @@ class Calls:
         """Whether requests are taken and can run."""
         return self._client is not None and self._client.serving and not self._draining
 
-    async def status(self) -> StatusReport | None:
+    async def status(self, with_metrics: bool = False) -> StatusReport | None:
         """Return what the scheduler holds; None if it does not answer in time or cannot be asked."""
-        return await self._client.status() if self._client is not None else None
+        return await self._client.status(with_metrics) if self._client is not None else None
 
     @property
     def max_model_len(self) -> int | None:

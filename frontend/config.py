@@ -32,6 +32,7 @@ class FrontendConfig:
         metrics_file: where this frontend counts, in a folder with those of the frontends that it shares its ports with;
             None: it counts for itself.
         otlp_traces_endpoint: collector that is told of calls in spans; None: nobody is.
+        vllm_metric_names: whether metrics that vLLM has too are told under its names as well.
         share_prefix_cache: whether callers with different keys find what the others have cached.
         reuse_port: whether several frontends share both ports (SO_REUSEPORT).
         max_message_bytes: largest request message; larger ones are RESOURCE_EXHAUSTED.
@@ -73,6 +74,7 @@ class FrontendConfig:
     reasoning_parser: str = AUTO
     metrics_file: Path | None = None
     otlp_traces_endpoint: str | None = None
+    vllm_metric_names: bool = False
     share_prefix_cache: bool = False
     reuse_port: bool = False
     max_message_bytes: int = 16 * 2**20

@@ -17,10 +17,11 @@ from octavo.frontend.errors import (
     SlowReader,
     Unavailable,
 )
-from octavo.frontend.metrics_layout import LAYOUT, OTHER, Counter, Histogram
+from octavo.frontend.metrics_layout import LAYOUT, OTHER
 from octavo.frontend.streams import Stream
+from octavo.wire.metrics import Counter
 
-NUM_BYTES = 8 * LAYOUT.num_cells
+NUM_BYTES = LAYOUT.num_bytes
 SUFFIX = ".metrics"
 MAX_FILES = 64
 """Frontends whose numbers are added up."""
@@ -124,20 +125,20 @@ class StreamMeter:
             _count(cells, layout.ABORTED, _reason(stream.error))
         if stream.started:
             timings = stream.timings
-            _observe(cells, layout.E2E, self._clock() - self._arrived_at)
-            _observe(cells, layout.QUEUE, timings.queue_s)
+            layout.E2E.observe(cells, self._clock() - self._arrived_at)
+            layout.QUEUE.observe(cells, timings.queue_s)
             longest = max(map(len, self._outputs))
             if longest:
-                _observe(cells, layout.PREFILL, timings.prefill_s)
-                _observe(cells, layout.DECODE, timings.decode_s)
+                layout.PREFILL.observe(cells, timings.prefill_s)
+                layout.DECODE.observe(cells, timings.decode_s)
             if longest > 1:
-                _observe(cells, layout.TPOT, timings.decode_s / (longest - 1))
+                layout.TPOT.observe(cells, timings.decode_s / (longest - 1))
 
     def _begin(self) -> None:
         """Count what is known with the first token, or at the end of a request that has none."""
         stream, cells = self._stream, self._cells
         if (first_token_at := stream.first_token_at) is not None:
-            _observe(cells, layout.TTFT, first_token_at - self._arrived_at)
+            layout.TTFT.observe(cells, first_token_at - self._arrived_at)
         cells[layout.PROMPT_TOKENS.first] += len(stream.journal.call.prompt_ids) // 4
         cells[layout.CACHED_TOKENS.first] += stream.num_cached_tokens
 
@@ -151,11 +152,6 @@ _ITL_FIRST, _ITL_BOUNDS, _ITL_SUM = layout.ITL.first, layout.ITL.bounds, layout.
 def _count(cells: "memoryview[float]", counter: Counter, value: str) -> None:
     if (value,) in counter.values:
         cells[counter.first + counter.values.index((value,))] += 1.0
-
-
-def _observe(cells: "memoryview[float]", histogram: Histogram, value: float) -> None:
-    cells[histogram.first + bisect_left(histogram.bounds, value)] += 1.0
-    cells[histogram.first + histogram.num_cells - 1] += value
 
 
 def _reason(error: ServiceError | None) -> str:

@@ -1,16 +1,11 @@
-"""What a frontend counts, and where: every number has its cell in one row of float64, known before the first request.
+"""What a frontend counts; the rows of several frontends are added cell by cell."""
 
-So the size is fixed, an update is one addition, and the rows of several frontends are added cell by cell.
-"""
-
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import TypeVar
+from collections.abc import Iterator
 
 import grpc
 
 from octavo.v1 import admin_pb2, generation_pb2, model_pb2, tokenizer_pb2
+from octavo.wire.metrics import Layout
 from octavo.wire.requests import FinishReason
 
 OTHER = "other"
@@ -60,83 +55,13 @@ TOKEN_SECONDS = (
 """Of what a token takes."""
 
 
-@dataclass(frozen=True)
-class Counter:
-    """A number that only grows, for each combination of its labels' values.
-
-    Attributes:
-        name: without `octavo_` and `_total`.
-        words: what it counts.
-        labels: their names.
-        values: one tuple a cell, from `first` on.
-        first: its first cell.
-        always: how many cells are told even while they are 0: the first ones.
-    """
-
-    name: str
-    words: str
-    labels: tuple[str, ...]
-    values: tuple[tuple[str, ...], ...]
-    first: int
-    always: int
-
-    @property
-    def num_cells(self) -> int:
-        """Cells from `first` on."""
-        return len(self.values)
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """How often a number lay between bounds: a cell a bucket, the last one beyond all bounds, then their sum."""
-
-    name: str
-    words: str
-    bounds: tuple[float, ...]
-    first: int
-
-    @property
-    def num_cells(self) -> int:
-        """Cells from `first` on."""
-        return len(self.bounds) + 2
-
-
-M = TypeVar("M", Counter, Histogram)
-
-
-class Layout:
-    """Gives each metric its cells, in the order in which they are asked for. The first two are PID and STARTED_AT."""
+class FrontendLayout(Layout):
+    """The first two cells are PID and STARTED_AT."""
 
     PID, STARTED_AT = 0, 1
 
     def __init__(self) -> None:
-        self.metrics: list[Counter | Histogram] = []
-        self.num_cells = 2
-
-    def counter(self, name: str, words: str, **labels: Sequence[str]) -> Counter:
-        """Return a counter for every combination of labels."""
-        return self.table(name, words, tuple(labels), tuple(product(*labels.values())))
-
-    def table(
-        self,
-        name: str,
-        words: str,
-        labels: tuple[str, ...],
-        values: tuple[tuple[str, ...], ...],
-        always: int | None = None,
-    ) -> Counter:
-        """Return a counter for these combinations of labels."""
-        shown = len(values) if always is None else always
-        return self._add(Counter(name, words, labels, values, self.num_cells, shown))
-
-    def histogram(self, name: str, words: str, bounds: tuple[float, ...]) -> Histogram:
-        """Return a histogram."""
-        return self._add(Histogram(name, words, bounds, self.num_cells))
-
-    def _add(self, metric: M) -> M:
-        self.metrics.append(metric)
-        self.num_cells += metric.num_cells
-        return metric
+        super().__init__(num_reserved=2)
 
 
 def _calls() -> Iterator[tuple[str, str, str]]:
@@ -147,13 +72,12 @@ def _calls() -> Iterator[tuple[str, str, str]]:
         yield from (("http", route, code) for code in HTTP_CODES)
 
 
-LAYOUT = Layout()
+LAYOUT = FrontendLayout()
 REQUESTS = LAYOUT.table(
     "requests",
     "Calls that have ended, by door, method and status.",
     ("door", "method", "code"),
     tuple(_calls()),
-    always=0,
 )
 PROMPT_TOKENS = LAYOUT.counter("prompt_tokens", "Prompt tokens of requests that have begun.")
 CACHED_TOKENS = LAYOUT.counter("prompt_tokens_cached", "Prompt tokens that were found in the prefix cache.")

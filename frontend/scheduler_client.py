@@ -9,6 +9,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import zmq
@@ -166,9 +167,9 @@ class SchedulerClient:
         self._send(FinishChoice(handle, choice, num_tokens))
         return bool(self.epoch)
 
-    async def status(self) -> StatusReport | None:
+    async def status(self, with_metrics: bool = False) -> StatusReport | None:
         """Ask the scheduler what it holds; None if it does not answer in time or cannot be asked."""
-        answer = await self._ask(StatusRequest)
+        answer = await self._ask(partial(StatusRequest, with_metrics=with_metrics))
         return answer if isinstance(answer, StatusReport) else None
 
     async def reset_prefix_cache(self) -> int | None:
@@ -191,14 +192,14 @@ class SchedulerClient:
         """Send a message if there is a session."""
         self._send(message)
 
-    async def _ask(self, kind: type[StatusRequest] | type[ResetPrefixCache] | type[DrainService]) -> Answer | None:
+    async def _ask(self, make: Callable[[int], FromPeer]) -> Answer | None:
         if not self.epoch or len(self._questions) >= MAX_QUESTIONS:
             return None
         tag = self._next_tag
         self._next_tag = (tag + 1) % 2**31
         answer: asyncio.Future[Answer | None] = self._loop.create_future()
         self._questions[tag] = answer
-        self._send(kind(tag))
+        self._send(make(tag))
         try:
             return await asyncio.wait_for(answer, self._config.status_timeout_s)
         except TimeoutError:

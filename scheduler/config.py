@@ -59,6 +59,11 @@ class SchedulerConfig:
     """File that gets one JSON line for each plan and result."""
     otlp_traces_endpoint: str | None = None
     """Collector that is told of requests in spans; None: nobody is."""
+    model_name: str = ""
+    """What the label model_name of metrics says."""
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
+    """Where this process alone answers GET /metrics; None: nowhere."""
 
     def __post_init__(self) -> None:
         for name, lowest in _LOWEST.items():

@@ -151,7 +151,7 @@ class Scheduler:
             self._roster.fail(request, FailureCode.DEADLINE, "the deadline has passed")
         # A result that has come is progress, even if this process was kept from seeing it until now.
         if self._worker is not None and not has_result and (due := self._step_timeout_at) is not None and due <= now:
-            self._give_up_worker(f"no step finished for {self._config.step_timeout_s:g} s", now)
+            self._give_up_worker(f"no step finished for {self._config.step_timeout_s:g} s", now, "step_timeout")
         if (due := self._recovery_timeout_at) is not None and due <= now:
             for request in list(self._requests):
                 self._roster.fail(request, FailureCode.UNAVAILABLE, self._no_worker_reason, RETRY_AFTER_S)
@@ -234,9 +234,9 @@ class Scheduler:
             if (reason := size_error(request, limits)) is not None:
                 self._roster.fail(request, FailureCode.UNAVAILABLE, f"the new worker is smaller: {reason}")
 
-    def _give_up_worker(self, reason: str, now: float) -> None:
+    def _give_up_worker(self, reason: str, now: float, cause: str = "protocol") -> None:
         if self._worker is not None:
-            self._endings.append(EndWorkerSession(self._worker.epoch, reason))
+            self._endings.append(EndWorkerSession(self._worker.epoch, reason, cause))
             self._on_worker_lost(now)
 
     def _on_worker_lost(self, now: float) -> None:

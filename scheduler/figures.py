@@ -37,6 +37,8 @@ class Figures:
     """Computed again after preemptions, faults and losses of a worker."""
     waiting_reason: str
     """What the next waiting sequence waits for; '' if none waits."""
+    num_waiting_tokens: int
+    """Prompt tokens, times choices, of requests that wait for their first step."""
 
 
 @dataclass(slots=True)
@@ -81,6 +83,7 @@ def figures_of(
         num_cached_prompt_tokens=totals.num_cached_prompt_tokens,
         num_recomputed_tokens=totals.num_recomputed_tokens + (planner.num_recomputed_tokens if planner else 0),
         waiting_reason=_waiting_reason(waiting, planner),
+        num_waiting_tokens=requests.num_unstarted_tokens,
     )
 
 

@@ -1,6 +1,6 @@
 """What the core wants done outside, in this order."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from octavo.wire.ids import SessionId
@@ -29,6 +29,7 @@ class EndWorkerSession:
 
     epoch: SessionId
     reason: str
+    cause: str = field(default="protocol", compare=False)  # or step_timeout; for metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class EndFrontendSession:
 
     frontend: SessionId
     reason: str
+    cause: str = field(default="protocol", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from octavo.wire.channel import RouterChannel
 from octavo.wire.curve import load_scheduler_keys
 from octavo.wire.ids import new_boot_id
 from octavo.wire.live import Progress
+from octavo.wire.mailbox import Mailbox
+from octavo.wire.requests import StatusReport
 
 if TYPE_CHECKING:
     from octavo.wire.tracing_export import Tracing
@@ -76,7 +78,12 @@ class Loop:
         self._poller = zmq.Poller()
         self._poller.register(self._channel.socket, zmq.POLLIN)
         self._poller.register(self._wake_receiver.fileno(), zmq.POLLIN)
+        self._reports: Mailbox[StatusReport] = Mailbox(self.wake)
         _log.info("scheduler %s listens on %s", boot_id, config.address)
+
+    def ask_report(self) -> StatusReport | None:
+        """Return what the scheduler holds, from any other thread; None if the loop does not come to it in time."""
+        return self._reports.ask()
 
     @property
     def core(self) -> Scheduler:
@@ -115,6 +122,8 @@ class Loop:
             self._progress.move()
             self._drain_wake()
             self.service.turn(self._clock())
+            if self._reports.is_asked:
+                self._reports.answer(self.service.report(self._clock()))
         self.service.leave("the scheduler stops")
 
     def close(self) -> None:

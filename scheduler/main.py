@@ -4,15 +4,23 @@ import gc
 import logging
 import os
 import signal
+from collections.abc import Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.loop import Loop
 from octavo.wire.errors import AddressInUse, WireError
 from octavo.wire.ids import new_boot_id
 from octavo.wire.live import Progress
+from octavo.wire.process_stats import sample
 from octavo.wire.signals import stop_signals
 from octavo.wire.tracing import TracingError, start_tracing
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from octavo.wire.metrics_server import MetricsServer
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -40,6 +48,12 @@ def run(config: SchedulerConfig, progress: Progress | None = None) -> int:
     except (WireError, OSError, TracingError) as error:
         _log.error("cannot start the scheduler: %s", error)
         return EXIT_CONFIGURATION
+    try:
+        metrics = _serve_metrics(config, loop)
+    except OSError as error:
+        _log.error("cannot listen on %s:%s for metrics: %s", config.metrics_host, config.metrics_port, error)
+        loop.close()
+        return EXIT_CONFIGURATION
     gc.freeze()  # modules stay: the collector need not look through them again, which would hold up a step
     received: list[int] = []
 
@@ -62,7 +76,31 @@ def run(config: SchedulerConfig, progress: Progress | None = None) -> int:
         signal.set_wakeup_fd(old_wake_fd)
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
+        if metrics is not None:
+            metrics.close()
         loop.close()
         if tracing is not None:
             tracing.close()
     return EXIT_OK
+
+
+def _serve_metrics(config: SchedulerConfig, loop: Loop) -> "MetricsServer | None":
+    """Answer scrapes from now on, if that is wanted.
+
+    Raises:
+        OSError: the port cannot be had.
+    """
+    if config.metrics_port is None:
+        return None
+    from octavo.wire.metrics_server import MetricsServer  # these two only where they are needed: they take memory
+    from octavo.wire.metrics_text import process_families, scheduler_families
+
+    def families() -> "Iterator[Metric]":
+        samples = {}
+        if (report := loop.ask_report()) is not None:
+            yield from scheduler_families(report, config.model_name)
+        if (taken := sample()) is not None:
+            samples["scheduler", "scheduler"] = taken
+        yield from process_families(samples)
+
+    return MetricsServer(config.metrics_host, config.metrics_port, families)

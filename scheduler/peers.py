@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from octavo.wire.handshake import FrontendHello, WorkerHello
 from octavo.wire.ids import SessionId
+from octavo.wire.requests import WorkerFigures
 from octavo.wire.session import Session
 
 
@@ -17,6 +18,7 @@ class PeerRecord:
     hello: FrontendHello | WorkerHello
     last_heard: float
     state: str = "ready"  # or draining, or drained
+    figures: WorkerFigures | None = None  # the newest that it told
 
     @property
     def is_worker(self) -> bool:
@@ -24,9 +26,14 @@ class PeerRecord:
         return isinstance(self.hello, WorkerHello)
 
     @property
+    def role(self) -> str:
+        """What it is."""
+        return "worker" if self.is_worker else "frontend"
+
+    @property
     def label(self) -> str:
         """Name for logs."""
-        return f"{'worker' if self.is_worker else 'frontend'} {self.hello.boot_id} (pid {self.hello.pid})"
+        return f"{self.role} {self.hello.boot_id} (pid {self.hello.pid})"
 
 
 class Peers:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.core import Scheduler
-from octavo.scheduler.events import Event, StepCompleted
+from octavo.scheduler.events import Event, RequestSubmitted, StepCompleted
 from octavo.scheduler.idle import IdleCheck
 from octavo.scheduler.instructions import (
     AnswerCacheReset,
@@ -18,6 +18,7 @@ from octavo.scheduler.instructions import (
     Instruction,
     SendPlan,
 )
+from octavo.scheduler.metrics import SchedulerMetrics
 from octavo.scheduler.peers import PeerRecord
 from octavo.scheduler.sessions import Channel, Sessions
 from octavo.scheduler.trace import PlanTrace
@@ -25,7 +26,16 @@ from octavo.scheduler.tracing import RequestTraces
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S
 from octavo.wire.failpoints import failpoint
 from octavo.wire.ids import BootId, SessionId, new_session_id
-from octavo.wire.requests import DrainBegun, DrainService, ProcessInfo, StatusReport, StatusRequest
+from octavo.wire.process_stats import sample
+from octavo.wire.requests import (
+    DrainBegun,
+    DrainService,
+    ProcessInfo,
+    QueueLimits,
+    StatusReport,
+    StatusRequest,
+    StepOutput,
+)
 
 LOADING_SHOWN_S = 5 * HEARTBEAT_INTERVAL_S
 """A loading worker says Hello every second; one not heard for so long is reported no more."""
@@ -57,7 +67,14 @@ class Service:
         traces: RequestTraces | None = None,
     ) -> None:
         self.core = Scheduler(config)
-        self.sessions = Sessions(channel, config, boot_id, new_session)
+        self.metrics = SchedulerMetrics()
+        self.sessions = Sessions(channel, config, boot_id, self.metrics, new_session)
+        self._limits = QueueLimits(
+            config.max_waiting_requests,
+            config.max_waiting_tokens,
+            config.max_requests_per_caller,
+            config.max_waiting_tokens_per_caller,
+        )
         self._boot_id = boot_id
         self._pid = pid
         self._trace = trace
@@ -88,7 +105,7 @@ class Service:
         if questions := self.sessions.take_questions():
             for peer, question in questions:
                 if isinstance(question, StatusRequest):
-                    self._report(peer, question, now)
+                    self.sessions.send(peer, self.report(now, question.tag_id, question.with_metrics))
                 else:
                     self._drain(peer, question)
             happened = self._settle(now) or happened  # an asker that could not be answered has lost its session
@@ -111,7 +128,7 @@ class Service:
         if happened := bool(events):
             failpoint("scheduler.after_receive")
         while True:
-            self._trace_results(events, now)
+            self._note(events, now)
             instructions = self.decide(events, now)
             if instructions:
                 self._perform(instructions, now)
@@ -122,12 +139,14 @@ class Service:
             if not events:
                 return happened
 
-    def _trace_results(self, events: list[Event], now: float) -> None:
-        if self._trace is None:
-            return
+    def _note(self, events: list[Event], now: float) -> None:
         for event in events:
             if isinstance(event, StepCompleted):
-                self._trace.result(event.result, now)
+                self.metrics.step_completed(event.result, now)
+                if self._trace is not None:
+                    self._trace.result(event.result, now)
+            elif isinstance(event, RequestSubmitted):
+                self.metrics.submitted(event.message)
 
     def _perform(self, instructions: list[Instruction], now: float) -> None:
         failpoint("scheduler.after_compute")
@@ -136,15 +155,17 @@ class Service:
                 case SendPlan(plan):
                     if self._trace is not None:
                         self._trace.plan(plan, self.core.figures, now)
-                    if (peer := self._peer(plan.epoch)) is not None:
-                        self.sessions.send(peer, plan)
+                    if (peer := self._peer(plan.epoch)) is not None and (size := self.sessions.send(peer, plan)):
+                        self.metrics.plan_sent(plan, size, now)
                 case EmitOutput(frontend, message) | AnswerCacheReset(frontend, message):
                     failpoint("scheduler.before_reply")
+                    if isinstance(message, StepOutput) and message.failed:
+                        self.metrics.failed(message.failed)
                     if (peer := self._peer(frontend)) is not None:
                         self.sessions.send(peer, message)
-                case EndWorkerSession(session, reason) | EndFrontendSession(session, reason):
+                case EndWorkerSession(session, reason, cause) | EndFrontendSession(session, reason, cause):
                     if (peer := self._peer(session)) is not None:
-                        self.sessions.end(peer, reason)
+                        self.sessions.end(peer, reason, cause)
         failpoint("scheduler.after_reply")
 
     def _peer(self, session: int) -> PeerRecord | None:
@@ -161,11 +182,17 @@ class Service:
         if question.tag_id is not None:
             self.sessions.send(peer, DrainBegun(question.tag_id, self.core.figures.num_requests))
 
-    def _report(self, peer: PeerRecord, request: StatusRequest, now: float) -> None:
-        figures = self.core.figures
-        report = StatusReport(
-            tag_id=request.tag_id,
-            processes=tuple(self._processes(now)),
+    def report(self, now: float, tag_id: int = 0, with_metrics: bool = True) -> StatusReport:
+        """Return what the scheduler holds now; with metrics it takes some 100 us."""
+        figures, sessions = self.core.figures, self.sessions
+        worker = sessions.peers.worker
+        row, told = None, worker.figures if worker is not None and with_metrics else None
+        if with_metrics:
+            dropped = (sessions.num_strays, sessions.channel.num_malformed, sessions.channel.num_refused)
+            row = self.metrics.row(figures, len(sessions.peers.frontends), dropped)
+        return StatusReport(
+            tag_id=tag_id,
+            processes=tuple(self._processes(now, with_metrics)),
             running=figures.num_running,
             waiting=figures.num_waiting,
             total_blocks=figures.num_blocks,
@@ -179,17 +206,22 @@ class Service:
             recomputed_tokens=figures.num_recomputed_tokens,
             failed_checks=self.num_failed_checks,
             waiting_reason=figures.waiting_reason,
+            limits=self._limits,
+            waiting_tokens=figures.num_waiting_tokens,
+            row=row,
+            worker_row=told.row if told is not None else None,
         )
-        self.sessions.send(peer, report)
 
-    def _processes(self, now: float) -> list[ProcessInfo]:
+    def _processes(self, now: float, with_samples: bool) -> list[ProcessInfo]:
         sessions = self.sessions
         worker = sessions.peers.worker
         state = "ready" if worker is not None else "connecting"
-        found = [ProcessInfo("scheduler", self._pid, self._boot_id, worker.session.id if worker else 0, state)]
+        own, epoch = sample() if with_samples else None, worker.session.id if worker else 0
+        found = [ProcessInfo("scheduler", self._pid, self._boot_id, epoch, state, own)]
         for peer in sessions.peers:
             role = "worker" if peer.is_worker else "frontend"
-            found.append(ProcessInfo(role, peer.hello.pid, peer.hello.boot_id, peer.session.id, peer.state))
+            taken = peer.figures.sample if with_samples and peer.figures is not None else None
+            found.append(ProcessInfo(role, peer.hello.pid, peer.hello.boot_id, peer.session.id, peer.state, taken))
         if worker is None and (loading := sessions.loading) and now - loading[1] < LOADING_SHOWN_S:
             found.append(ProcessInfo("worker", loading[0].pid, loading[0].boot_id, 0, "loading"))
         elif worker is None and (lost := sessions.last_worker) is not None:

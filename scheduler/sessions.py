@@ -17,6 +17,7 @@ from octavo.scheduler.events import (
     WorkerLost,
     WorkerReady,
 )
+from octavo.scheduler.metrics import SchedulerMetrics
 from octavo.scheduler.peers import PeerRecord, Peers
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S
 from octavo.wire.codec import Envelope, FromPeer, FromScheduler
@@ -47,6 +48,7 @@ from octavo.wire.requests import (
     ServiceDrains,
     StatusRequest,
     SubmitRequest,
+    WorkerFigures,
 )
 from octavo.wire.session import Session
 
@@ -61,9 +63,6 @@ BUSY_WORKER_S = 2 * HEARTBEAT_INTERVAL_S
 
 NO_WORKER = "no worker is ready"
 
-_LEFT = "it left: "
-"""Begins the reason of a session that ended in good order."""
-
 Question: TypeAlias = StatusRequest | DrainService
 """What the core is not asked, but whoever owns both."""
 
@@ -74,6 +73,11 @@ class Channel(Protocol):
     """The way to all peers: what `octavo.wire.channel.RouterChannel` does, and the simulator's links as well."""
 
     num_malformed: int
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that showed no key of a known peer."""
+        ...
 
     def receive(self, limit: int) -> Iterator[tuple[bytes, Envelope, FromPeer]]:
         """Yield up to `limit` waiting messages with the identity of their sender."""
@@ -100,9 +104,11 @@ class Sessions:
         channel: Channel,
         config: SchedulerConfig,
         boot_id: BootId,
+        metrics: SchedulerMetrics | None = None,
         new_session: Callable[[], SessionId] = new_session_id,
     ) -> None:
         self.channel = channel
+        self._metrics = metrics or SchedulerMetrics()
         self.peers = Peers()
         self.facts: ServiceFacts | None = None
         self.loading: tuple[WorkerHello, float] | None = None  # a worker that was told to wait, and when
@@ -157,21 +163,26 @@ class Sessions:
             try:
                 self._on_message(peer, envelope, message, now)
             except SessionLost as error:
-                self.end(peer, str(error))
+                self.end(peer, str(error), "protocol")
 
-    def send(self, peer: PeerRecord, message: FromScheduler) -> bool:
-        """Send a message of a session; False if the session ended by this."""
+    def send(self, peer: PeerRecord, message: FromScheduler) -> int:
+        """Send a message of a session; return its size in bytes, 0 if the session ended by this."""
         try:
-            self.channel.send(peer.identity, message, peer.session.id, peer.session.next_number())
+            return self.channel.send(peer.identity, message, peer.session.id, peer.session.next_number())
         except SessionLost as error:
-            self._forget(peer, str(error))
-            return False
-        return True
+            self._forget(peer, str(error), "unreachable")
+            return 0
 
-    def end(self, peer: PeerRecord, reason: str) -> None:
-        """End a session from this side: the peer is told, if it can be, and begins a new one."""
+    def end(self, peer: PeerRecord, reason: str, cause: str) -> None:
+        """End a session from this side: the peer is told, if it can be, and begins a new one.
+
+        Args:
+            peer: whose session.
+            reason: in words.
+            cause: one of `octavo.wire.metrics_catalogue.CAUSES`.
+        """
         if self.peers.by_session(peer.session.id) is peer and self.send(peer, Goodbye(reason)):
-            self._forget(peer, reason)
+            self._forget(peer, reason, cause)
 
     def keep_alive(self, now: float, worker_is_busy: bool) -> None:
         """Send heartbeats when due, and end the sessions of peers that have been silent for too long.
@@ -185,7 +196,7 @@ class Sessions:
         self._next_heartbeat = now + HEARTBEAT_INTERVAL_S
         for peer in self.peers:
             if now - peer.last_heard > HEARTBEAT_TIMEOUT_S and not (peer.is_worker and worker_is_busy):
-                self.end(peer, f"silent for {now - peer.last_heard:.0f} s")
+                self.end(peer, f"silent for {now - peer.last_heard:.0f} s", "silent")
             else:
                 self.send(peer, Heartbeat())
 
@@ -193,7 +204,7 @@ class Sessions:
         """Say Goodbye to all."""
         self._is_leaving = True
         for peer in self.peers:
-            self.end(peer, reason)
+            self.end(peer, reason, "scheduler_left")
 
     # Handshake
 
@@ -202,9 +213,10 @@ class Sessions:
             self.num_duplicate_hellos += 1  # said again before the Welcome came
             return
         if (old := self.peers.by_boot_id(hello.boot_id)) is not None:
-            self.end(old, "it began anew")
+            self.end(old, "it began anew", "began_anew")
         if (refused := self._refusal(hello)) is not None:
             self._answer(identity, Refuse(refused))
+            self._metrics.hello_refused(_role(hello))
             _log.warning("refused %s (pid %d): %s", _role(hello), hello.pid, refused)
         elif isinstance(hello, FrontendHello):
             self._on_frontend_hello(identity, hello, now)
@@ -256,6 +268,7 @@ class Sessions:
             facts = resolve_limits(self._config, hello.facts).service_facts
         except ConfigConflict as error:
             self._answer(identity, Refuse(str(error)))
+            self._metrics.hello_refused("worker")
             _log.error("refused worker %s (pid %d): %s", hello.boot_id, hello.pid, error)
             return
         self._begin_worker(identity, hello, hello.facts, facts, now)
@@ -270,7 +283,7 @@ class Sessions:
         self.last_worker = hello
         if self.facts is not None and self.facts != facts:
             for frontend in self.peers.frontends:
-                self.end(frontend, "the new worker has other limits")
+                self.end(frontend, "the new worker has other limits", "other_limits")
         self.facts = facts
         self._events.append(WorkerReady(peer.session.id, worker_facts))
         for frontend in self.peers.frontends:
@@ -294,6 +307,7 @@ class Sessions:
             _log.warning("%s was gone before it could be welcomed: %s", peer.label, error)
             return None
         self.peers.add(peer)
+        self._metrics.session_began(peer.role)
         _log.info("session %016x begun with %s", peer.session.id, peer.label)
         return peer
 
@@ -321,7 +335,9 @@ class Sessions:
             case Heartbeat():
                 pass
             case Goodbye(reason):
-                self._forget(peer, f"{_LEFT}{reason}")
+                self._forget(peer, f"it left: {reason}", "left")
+            case WorkerFigures() if peer.is_worker:
+                peer.figures = message
             case StepResult() if peer.is_worker:
                 self._events.append(StepCompleted(message))
             case SubmitRequest() if not peer.is_worker:
@@ -339,11 +355,12 @@ class Sessions:
             case _:
                 _break_contract(peer, message)
 
-    def _forget(self, peer: PeerRecord, reason: str) -> None:
+    def _forget(self, peer: PeerRecord, reason: str, cause: str) -> None:
         if self.peers.by_session(peer.session.id) is not peer:
             return
         self.peers.remove(peer)
-        is_expected = self._is_leaving or reason.startswith(_LEFT)
+        self._metrics.session_ended(peer.role, cause)
+        is_expected = self._is_leaving or cause == "left"
         level = logging.WARNING if peer.is_worker and not is_expected else logging.INFO
         _log.log(level, "session %016x with %s ended: %s", peer.session.id, peer.label, reason)
         if not peer.is_worker:

@@ -101,6 +101,11 @@ class Grammars:
         """Forget every row: the session is over."""
         self._followers.clear()
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that follow a grammar."""
+        return len(self._followers)
+
     def apply(self, plan: StepPlan) -> None:
         """Let go of the rows that a plan frees, and begin those that it begins."""
         if self._followers:

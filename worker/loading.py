@@ -16,6 +16,7 @@ from octavo.worker.errors import MemoryShortage, StartError
 from octavo.worker.grammar import Grammars
 from octavo.worker.interface import Runner
 from octavo.worker.memory import in_words
+from octavo.worker.metrics import Held, Sizes
 from octavo.worker.mirror import RowLimits
 from octavo.worker.models.config import ModelConfig, load_model_config
 from octavo.worker.models.decoder import Decoder
@@ -39,6 +40,17 @@ class LoadedWorker:
 
     runner: Runner
     facts: WorkerFacts
+    grammars: Grammars
+    sizes: Sizes
+    device: torch.device
+
+    def held(self) -> Held:
+        """Return what it holds now."""
+        rows, grammar_rows, in_flight = len(self.runner.rows), self.grammars.num_rows, self.runner.num_in_flight
+        if self.device.type != "cuda":
+            return Held(rows, grammar_rows, in_flight)
+        allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
+        return Held(rows, grammar_rows, in_flight, allocated, reserved)
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ def load(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWor
     _check_memory(chosen)
     grammars = Grammars(config.model_path if (config.model_path / "tokenizer.json").exists() else None)
     with sampling_rehearsed(ops, chosen.model.vocab_size, chosen.valid_vocab, device):
-        model = _load_model(chosen, ops, between_tensors)
+        model, num_weight_bytes = _load_model(chosen, ops, between_tensors)
         loaded = time.monotonic()
 
         def make_runner(num_blocks: int) -> Runner:
@@ -117,7 +129,10 @@ def load(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWor
         facts.backend,
         torch.get_num_threads(),
     )
-    return LoadedWorker(runner, facts)
+    _, device_bytes = memory.free_and_total(device)
+    load_s = time.monotonic() - started
+    sizes = Sizes(num_weight_bytes, num_blocks * chosen.cache.block_bytes, device_bytes, load_s)
+    return LoadedWorker(runner, facts, grammars, sizes, device)
 
 
 def _choose(config: WorkerConfig) -> _Choices:
@@ -150,17 +165,19 @@ def _choose(config: WorkerConfig) -> _Choices:
     )
 
 
-def _load_model(chosen: _Choices, ops: Ops, between_tensors: Callable[[], None]) -> Decoder:
+def _load_model(chosen: _Choices, ops: Ops, between_tensors: Callable[[], None]) -> tuple[Decoder, int]:
+    """Return the model, and the bytes of its weights."""
     config = chosen.config
     progress = _Progress(between_tensors)
     with memory.named_shortage(chosen.placement.device, "loading the weights", "choose a smaller model"):
         model = Decoder(chosen.model, ops, chosen.placement, chosen.shard, chosen.max_model_len)
+        num_bytes = sum(target.view.nbytes for target in model.targets().values())
         if config.load_format == "dummy":
             fill_dummy(model.targets(), config.seed, progress)
         else:
             load_weights(config.model_path, model.targets(), model.is_ignored, progress)
         model.finish_loading()
-    return model
+    return model, num_bytes
 
 
 def _make_runner(chosen: _Choices, model: Decoder, ops: Ops, num_blocks: int, grammars: Grammars) -> Runner:

@@ -16,6 +16,7 @@ from octavo.wire.plan import StepPlan
 from octavo.wire.signals import StopSignal
 from octavo.worker.errors import PlanError
 from octavo.worker.interface import LOOK_INTERVAL_S, Runner
+from octavo.worker.metrics import TELL_INTERVAL_S, WorkerMetrics
 from octavo.worker.tracing import RowTraces
 
 logger = logging.getLogger(__name__)
@@ -65,12 +66,15 @@ class WorkerLoop:
         stop: StopSignal,
         progress: Progress | None = None,
         traces: RowTraces | None = None,
+        metrics: WorkerMetrics | None = None,
     ) -> None:
         self._peer = peer
         self._runner = runner
         self._stop = stop
         self._progress = progress or Progress()
         self._traces = traces
+        self._metrics = metrics or WorkerMetrics()
+        self._tell_at = 0.0
         self._last_step = 0
         self._poller = zmq.Poller()
         self._polled: zmq.Socket[bytes] | None = None
@@ -86,6 +90,7 @@ class WorkerLoop:
             self._send_results()
             if not self._runner.num_in_flight:
                 self._progress.move()  # else a turn alone is none: the device may have hung
+            self._tell()
             self._wait()
             if self._traces is not None:
                 self._traces.rest()
@@ -97,6 +102,7 @@ class WorkerLoop:
                     case SessionBegan():
                         logger.info("session %016x with the scheduler began", event.session)
                         self._progress.is_ready = True
+                        self._metrics.session_began()
                         self._forget()
                     case SessionEnded():
                         self._progress.is_ready = False
@@ -138,6 +144,7 @@ class WorkerLoop:
             self._runner.launch(plan)
         except PlanError as error:
             logger.error("plan refused, the session ends: %s", error)
+            self._metrics.plan_refused()
             self._forget()
             self._peer.reset(str(error))
             return False
@@ -152,6 +159,7 @@ class WorkerLoop:
             self._progress.move()
             failpoint("worker.after_compute")
         for result in results:
+            self._metrics.step_done(result)
             failpoint("worker.before_reply")
             if not self._peer.send(result):
                 return False
@@ -159,6 +167,12 @@ class WorkerLoop:
             if self._traces is not None:
                 self._traces.completed(result)
         return True
+
+    def _tell(self) -> None:
+        """Tell the scheduler what is counted here, when it is due."""
+        if (now := time.monotonic()) >= self._tell_at and self._peer.session_id is not None:
+            self._tell_at = now + TELL_INTERVAL_S
+            self._peer.send(self._metrics.figures())
 
     def _forget(self) -> None:
         self._runner.clear()

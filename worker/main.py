@@ -4,6 +4,9 @@ import gc
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -20,7 +23,11 @@ from octavo.worker.config import WorkerConfig
 from octavo.worker.errors import DeviceHung, StartError
 from octavo.worker.loading import load
 from octavo.worker.loop import LoadingStopped, WorkerIdentity, WorkerLoop, keep_in_touch
+from octavo.worker.metrics import WorkerMetrics
 from octavo.worker.tracing import RowTraces
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +85,10 @@ def _serve(
                 config.address,
             )
         peer.reset("the model is loaded")  # so that the next Hello, with the facts, goes out at once
+        metrics = WorkerMetrics(loaded.sizes, loaded.held, lambda: (peer.num_dropped, peer.channel.num_malformed))
         traces = RowTraces(tracing, loaded.facts) if tracing is not None else None
-        WorkerLoop(peer, loaded.runner, stop, progress, traces).run()
+        with _metrics_served(config, metrics):
+            WorkerLoop(peer, loaded.runner, stop, progress, traces, metrics).run()
         if traces is not None:
             traces.forget()
     except LoadingStopped:
@@ -89,3 +98,33 @@ def _serve(
             tracing.close()
         if not peer.channel.socket.closed:
             peer.channel.close()
+
+
+@contextmanager
+def _metrics_served(config: WorkerConfig, metrics: WorkerMetrics) -> Iterator[None]:
+    """Answer scrapes meanwhile, if that is wanted.
+
+    Raises:
+        StartError: the port cannot be had.
+    """
+    if config.metrics_port is None:
+        yield
+        return
+    from octavo.wire.metrics_server import MetricsServer  # these two only where they are needed: they take memory
+    from octavo.wire.metrics_text import process_families, worker_families
+
+    def families() -> "Iterator[Metric]":
+        figures = metrics.figures()
+        yield from worker_families(figures.row, config.model_name)
+        yield from process_families({("worker", "worker"): figures.sample} if figures.sample is not None else {})
+
+    try:
+        server = MetricsServer(config.metrics_host, config.metrics_port, families)
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {config.metrics_host}:{config.metrics_port} for metrics: {error}"
+        ) from error
+    try:
+        yield
+    finally:
+        server.close()

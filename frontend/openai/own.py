@@ -1,11 +1,13 @@
 """What a frontend says of itself over HTTP, on the shared port and on its private ones."""
 
-import asyncio
-
 from octavo.frontend.calls import Calls
 from octavo.frontend.errors import Unavailable
-from octavo.frontend.metrics_text import CONTENT_TYPE, render
+from octavo.frontend.metrics_text import PLAIN
 from octavo.frontend.openai.call import HttpCall
+from octavo.frontend.scrapes import Scrapes
+
+MAX_ACCEPT_CHARS = 1024
+"""Of a header that says what a scraper reads."""
 
 
 class Own:
@@ -17,7 +19,7 @@ class Own:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._rendering = asyncio.Lock()
+        self._scrapes = Scrapes(calls)
 
     async def health(self, call: HttpCall) -> None:
         """GET /health: the process lives, and its event loop answers."""
@@ -25,16 +27,9 @@ class Own:
 
     async def metrics(self, call: HttpCall) -> None:
         """GET /metrics: of all frontends that share the ports, and of the scheduler. One is made at a time."""
-        report = await self._calls.status()
-        metrics, model = self._calls.metrics, self._calls.config.served_model_names[0]
-
-        def work() -> bytes:
-            return render(metrics.rows(), report, model)
-
-        async with self._rendering:
-            # Not in the threads that prompts wait for.
-            body = await asyncio.get_running_loop().run_in_executor(None, work)
-        await call.reply(body, content_type=(b"content-type", CONTENT_TYPE.encode()))
+        accept = dict(call.headers).get("accept", PLAIN)[:MAX_ACCEPT_CHARS]
+        body, content_type = await self._scrapes.make(accept)
+        await call.reply(body, content_type=(b"content-type", content_type.encode()))
 
     async def ready(self, call: HttpCall) -> None:
         """GET /ready: requests can be served."""

@@ -201,6 +201,7 @@ class RouterLink:
 
     def __init__(self, network: Network, wake: Callable[[], None]) -> None:
         self.num_malformed = 0
+        self.num_refused = 0
         self.connections: dict[bytes, Connection] = {}
         self._network = network
         self._wake = wake

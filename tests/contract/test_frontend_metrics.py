@@ -107,7 +107,7 @@ async def test_calls_tokens_and_ends_at_both_doors(doors: Doors, scheduler: Scri
     assert found["octavo_stream_aborts_total", "deadline"] == 1
     assert found["octavo_stream_aborts_total", "failed"] == 0  # who was turned away had not begun
     assert (found["octavo_num_requests_running",], found["octavo_kv_cache_free_blocks",]) == (2, 60)
-    assert found["octavo_frontend_resident_memory_bytes", "frontend"] > 2**20
+    assert found["octavo_process_resident_memory_bytes", "frontend", "frontend"] > 2**20
 
 
 async def test_a_scrape_needs_a_key_where_there_are_keys(

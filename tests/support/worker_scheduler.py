@@ -11,6 +11,7 @@ from octavo.wire.codec import FromPeer, FromScheduler
 from octavo.wire.errors import SessionLost
 from octavo.wire.handshake import Heartbeat, Wait, WorkerHello, WorkerWelcome
 from octavo.wire.ids import SessionId
+from octavo.wire.requests import WorkerFigures
 from octavo.wire.session import Session
 
 WAIT_S = 60.0
@@ -39,7 +40,7 @@ class ScriptedScheduler:
             self.identity, _, message = self._inbox.pop(0)
             if isinstance(message, kind):
                 return message
-            if not isinstance(message, Heartbeat | WorkerHello):
+            if not isinstance(message, Heartbeat | WorkerHello | WorkerFigures):
                 raise AssertionError(f"expected {kind.__name__}, heard {message}")
         raise AssertionError(f"no {kind.__name__} came in {WAIT_S} s")
 

@@ -17,7 +17,16 @@ from octavo.cli.supervisor import ChildSpec
 from octavo.frontend.listeners import CannotListen, listen_tcp
 
 ROLES = ("frontend", "scheduler", "worker")
-OF_ROLES_ALONE = {"exit_with_parent", "local_socket", "live_socket", "metrics_file", "reuse_port", "health_port"}
+OF_ROLES_ALONE = {
+    "exit_with_parent",
+    "local_socket",
+    "live_socket",
+    "metrics_file",
+    "reuse_port",
+    "health_port",
+    "metrics_host",
+    "metrics_port",
+}
 OF_SERVE_ALONE = {"num_frontends", "stall_timeout"}
 
 
@@ -82,6 +91,7 @@ def test_every_flag_of_serve_reaches_a_child(tmp_path: Path, started: list[Child
         "batch_invariant",
         "share_prefix_cache",
         "enable_auto_tool_choice",
+        "vllm_metric_names",
     }
     for switch in switches:
         flag = switch.replace("_", "-")

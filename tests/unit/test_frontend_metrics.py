@@ -26,7 +26,7 @@ REPORT = StatusReport(
 def samples(metrics: Metrics, report: StatusReport | None = None) -> dict[tuple[str, ...], float]:
     """Return all values by name and labels' values, but for the model's name."""
     found = {}
-    for family in text_string_to_metric_families(render(metrics.rows(), report, "tiny").decode()):
+    for family in text_string_to_metric_families(render(metrics.rows(), report, "tiny")[0].decode()):
         assert family.documentation
         for sample in family.samples:
             labels = dict(sample.labels)
@@ -208,7 +208,8 @@ def test_frontends_are_added_up_and_go_on_after_a_restart(tmp_path: Path) -> Non
     again.count_call("http", "/health", "200")
     found = samples(second)
     assert found[key] == 6
-    assert [key[1] for key in found if key[0] == "octavo_frontend_start_time_seconds"] == ["frontend-0", "frontend-1"]
+    named = [key[1] for key in found if key[0] == "octavo_process_start_time_seconds"]
+    assert named == ["frontend-0", "frontend-1"]
 
 
 def test_a_file_of_another_size_is_begun_anew(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class PlayedChannel:
     """Gives what the test puts in, keeps what is sent, fails for the identities that are gone."""
 
     def __init__(self) -> None:
-        self.num_malformed = 0
+        self.num_malformed = self.num_refused = 0
         self.waiting: list[tuple[bytes, Envelope, FromPeer]] = []
         self.sent: list[tuple[bytes, FromScheduler]] = []
         self.sessions: dict[bytes, int] = {}

@@ -31,7 +31,9 @@ FromFrontend: TypeAlias = (
     | requests.DrainService
     | requests.FrontendDrains
 )
-FromWorker: TypeAlias = handshake.WorkerHello | handshake.Heartbeat | handshake.Goodbye | plan.StepResult
+FromWorker: TypeAlias = (
+    handshake.WorkerHello | handshake.Heartbeat | handshake.Goodbye | plan.StepResult | requests.WorkerFigures
+)
 FromPeer: TypeAlias = FromFrontend | FromWorker
 ToFrontend: TypeAlias = (
     handshake.FrontendWelcome

@@ -13,8 +13,10 @@ from msgspec import Meta
 from octavo.wire.columns import same_length
 from octavo.wire.errors import MalformedMessage
 from octavo.wire.grammar import MAX_BODY_BYTES
+from octavo.wire.metrics import MAX_ROW_BYTES
 from octavo.wire.plan import NonNegative, RowSampling
 from octavo.wire.prefix import check_keys
+from octavo.wire.process_stats import ProcessSample
 from octavo.wire.prompt_logprobs import Int31, PromptLogprobs
 
 Int32 = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
@@ -145,6 +147,7 @@ class StatusRequest(msgspec.Struct, frozen=True, array_like=True, tag="status?")
     """Ask for a StatusReport."""
 
     tag_id: Int31  # comes back in the report
+    with_metrics: bool = False  # what costs more than a look: rows of metrics, samples of processes
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag="reset-prefix-cache"):
@@ -191,6 +194,30 @@ class ProcessInfo(msgspec.Struct, frozen=True, array_like=True):
     boot_id: str
     epoch: NonNegative
     state: str  # connecting, loading, ready, draining, drained or lost
+    sample: ProcessSample | None = None  # what it takes of its machine, if metrics were asked for and it told
+
+
+class MetricsRow(msgspec.Struct, frozen=True, array_like=True):
+    """The numbers of a process, cell by cell (metrics.py)."""
+
+    layout: Annotated[str, Meta(max_length=64)]  # its digest: rows of another one are not read
+    cells: Annotated[bytes, Meta(max_length=MAX_ROW_BYTES)]  # float64, little-endian
+
+
+class WorkerFigures(msgspec.Struct, frozen=True, array_like=True, tag="figures"):
+    """What a worker counts, and what it takes of its machine; it tells them about once a second, unasked."""
+
+    row: MetricsRow
+    sample: ProcessSample | None = None
+
+
+class QueueLimits(msgspec.Struct, frozen=True, array_like=True):
+    """Bounds of the scheduler's queue; 0: none for each caller."""
+
+    max_waiting_requests: NonNegative
+    max_waiting_tokens: NonNegative
+    max_requests_per_caller: NonNegative = 0
+    max_waiting_tokens_per_caller: NonNegative = 0
 
 
 class StatusReport(msgspec.Struct, frozen=True, array_like=True, tag="status"):
@@ -211,6 +238,10 @@ class StatusReport(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     recomputed_tokens: NonNegative = 0  # computed again after preemptions, faults and losses of a worker
     failed_checks: NonNegative = 0  # times that the state was found to contradict itself while idle
     waiting_reason: str = ""  # what the next waiting sequence waits for
+    limits: QueueLimits | None = None
+    waiting_tokens: NonNegative = 0  # prompt tokens, times choices, of requests that wait for their first step
+    row: MetricsRow | None = None  # of the scheduler, if metrics were asked for
+    worker_row: MetricsRow | None = None  # the newest that the worker told
 
 
 class ChoiceLogprobs(msgspec.Struct, frozen=True, array_like=True):
