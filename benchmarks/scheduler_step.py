@@ -22,7 +22,7 @@ from octavo.scheduler.instructions import EmitOutput, Instruction, SendPlan
 from octavo.wire.codec import decode_from_peer, encode
 from octavo.wire.columns import pack_ints, unpack_ints
 from octavo.wire.handshake import WorkerFacts
-from octavo.wire.ids import SessionId
+from octavo.wire.ids import BootId, SessionId
 from octavo.wire.plan import FLAG_SAMPLE, RowSampling, StepPlan, StepResult
 from octavo.wire.prefix import prompt_keys, root_key
 from octavo.wire.requests import SubmitRequest
@@ -100,7 +100,7 @@ class Bench:
             max_waiting_tokens=2**31,
         )
         self.core = Scheduler(config)
-        self.tell([WorkerReady(EPOCH, facts)])
+        self.tell([WorkerReady(EPOCH, facts, BootId("w"))])
         while self.core.figures.num_cached_blocks < num_cached:
             self.submit(min(num_cached * BLOCK_SIZE, 32768), 1)
             self.step()

@@ -37,8 +37,8 @@ from octavo.scheduler.queues import WaitingQueue
 from octavo.scheduler.roster import Roster, Worker
 from octavo.scheduler.sequence import Request, Sequence, Status
 from octavo.scheduler.state import RequestTable
+from octavo.scheduler.suspects import Suspects, given_up
 from octavo.wire.columns import unpack_ints
-from octavo.wire.handshake import WorkerFacts
 from octavo.wire.ids import SessionId
 from octavo.wire.plan import RowLogprobs, StepResult
 from octavo.wire.requests import (
@@ -65,7 +65,10 @@ class Scheduler:
         self._waiting = WaitingQueue(self._policy)
         self._deadlines = Deadlines()
         self._outputs = Outputs()
-        self._roster = Roster(self._requests, self._waiting, self._deadlines, self._policy, self._outputs)
+        self._suspects = Suspects()
+        self._roster = Roster(
+            self._requests, self._waiting, self._deadlines, self._policy, self._outputs, self._suspects
+        )
         self._limits: Limits | None = None  # of the newest worker; admission needs them while it is away
         self._lost_at: float | None = None
         self._endings: list[Instruction] = []
@@ -181,11 +184,11 @@ class Scheduler:
                 self._on_cache_reset(frontend, reset)
             case FrontendLost(frontend):
                 self._on_frontend_lost(frontend)
-            case WorkerReady(epoch, facts):
-                self._on_worker_ready(epoch, facts, now)
-            case WorkerLost(epoch, _):
+            case WorkerReady():
+                self._on_worker_ready(event, now)
+            case WorkerLost(epoch, _, is_orderly):
                 if self._worker is not None and self._worker.epoch == epoch:
-                    self._on_worker_lost(now)
+                    self._lose_worker(now, self._worker.boot_id, may_blame=not is_orderly)
 
     def _on_submitted(self, frontend: SessionId, message: SubmitRequest, now: float) -> None:
         if self._requests.find(frontend, message.handle) is not None:
@@ -219,16 +222,18 @@ class Scheduler:
         num_blocks = planner.cache.clear(planner.batch) if planner else 0
         self._endings.append(AnswerCacheReset(frontend, PrefixCacheReset(message.tag_id, num_blocks)))
 
-    def _on_worker_ready(self, epoch: SessionId, facts: WorkerFacts, now: float) -> None:
+    def _on_worker_ready(self, event: WorkerReady, now: float) -> None:
         if self._worker is not None:
-            self._on_worker_lost(now)
+            self._lose_worker(now, self._worker.boot_id)
         old_limits = self._limits
-        self._limits = limits = resolve_limits(self._config, facts)
+        self._limits = limits = resolve_limits(self._config, event.facts)
         if old_limits is not None and old_limits.block_size != limits.block_size:
             for request in self._requests:
                 request.forget_keys()  # they are of blocks of another size
-        planner = Planner(epoch, limits, self._waiting, self._policy, self._config.max_preemptions)
-        self._roster.worker = Worker(epoch, planner, Pipeline(self._config.pipeline_depth))
+        for request, num_deaths in self._suspects.settle(event.boot_id, now):
+            self._roster.fail(request, FailureCode.INTERNAL, given_up(num_deaths))
+        planner = Planner(event.epoch, limits, self._waiting, self._policy, self._config.max_preemptions)
+        self._roster.worker = Worker(event.epoch, event.boot_id, planner, Pipeline(self._config.pipeline_depth))
         self._lost_at = None
         for request in list(self._requests):
             if (reason := size_error(request, limits)) is not None:
@@ -237,11 +242,14 @@ class Scheduler:
     def _give_up_worker(self, reason: str, now: float, cause: str = "protocol") -> None:
         if self._worker is not None:
             self._endings.append(EndWorkerSession(self._worker.epoch, reason, cause))
-            self._on_worker_lost(now)
+            self._lose_worker(now, None)
 
-    def _on_worker_lost(self, now: float) -> None:
+    def _lose_worker(self, now: float, boot_id: str | None, *, may_blame: bool = True) -> None:
+        """Put back what the worker had, and take note of what it may have died of; see `Suspects.note_loss`."""
         if (worker := self._worker) is None:
             return
+        if may_blame:
+            self._suspects.note_loss(worker.pipeline.records, boot_id)
         self._roster.worker = None
         self._lost_at = now
         for sequence in list(worker.planner.batch):
@@ -268,6 +276,8 @@ class Scheduler:
         for chunk in matched.record.chunks:
             if chunk.residency == chunk.sequence.residency:
                 chunk.sequence.num_confirmed += chunk.num_tokens
+        if len(self._suspects):
+            self._suspects.note_result(matched.record, now)
         if matched.faults or matched.broken:
             self._on_faults(matched, worker)
         if matched.told:
@@ -377,7 +387,11 @@ class Scheduler:
         if (worker := self._worker) is None:
             return instructions
         while not worker.pipeline.is_full:
-            built = worker.planner.build(worker.pipeline.num_sent + 1, worker.pipeline.num_completed)
+            alone = self._suspects.alone
+            if alone is not None and alone is not worker.alone and len(worker.pipeline):
+                break  # others are still under way, and it may not be laid to them what it does
+            worker.alone = alone
+            built = worker.planner.build(worker.pipeline.num_sent + 1, worker.pipeline.num_completed, alone)
             if built is None:
                 break
             worker.pipeline.push(built.record, now)

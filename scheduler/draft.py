@@ -46,6 +46,8 @@ class Draft:
     num_left: int
     """Tokens that may still be given."""
     max_chunk_tokens: int
+    alone: Request | None = None
+    """The only request that the plan may name; None: any."""
     sequences: list[Sequence] = field(default_factory=list)
     chunks: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
     """Tokens computed and flags of the sequences that do something else than compute one token and draw another."""
@@ -69,9 +71,9 @@ class Draft:
     num_new_ids: int = 0
 
     @classmethod
-    def begin(cls, step: int, limits: Limits) -> "Draft":
+    def begin(cls, step: int, limits: Limits, alone: Request | None) -> "Draft":
         """Begin a step."""
-        return cls(step, limits.max_num_batched_tokens, limits.max_chunk_tokens)
+        return cls(step, limits.max_num_batched_tokens, limits.max_chunk_tokens, alone)
 
     def offer(self, wanted: int) -> int:
         """Return how many of `wanted` tokens one sequence can have."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from octavo.wire.handshake import WorkerFacts
-from octavo.wire.ids import SessionId
+from octavo.wire.ids import BootId, SessionId
 from octavo.wire.plan import StepResult
 from octavo.wire.requests import CancelRequest, FinishChoice, ResetPrefixCache, SubmitRequest
 
@@ -46,6 +46,8 @@ class WorkerReady:
 
     epoch: SessionId
     facts: WorkerFacts
+    boot_id: BootId
+    """Of the process: the same as before if only its session was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class WorkerLost:
 
     epoch: SessionId
     reason: str
+    is_orderly: bool = False
+    """Whether the worker took its leave: then it has not died of anything that it computed."""
 
 
 @dataclass(frozen=True, slots=True)

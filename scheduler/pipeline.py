@@ -112,6 +112,11 @@ class Pipeline:
         return len(self._records)
 
     @property
+    def records(self) -> Iterable[PlanRecord]:
+        """Those whose results are not back, the oldest first."""
+        return self._records
+
+    @property
     def is_full(self) -> bool:
         """Whether no plan may be sent now."""
         return len(self._records) >= self._depth
@@ -137,10 +142,11 @@ class Pipeline:
         if not self._records or self._records[0].step != result.step:
             expected = self._records[0].step if self._records else "none"
             raise BadResult(f"result of plan {result.step}, expected {expected}")
+        matched = _match(self._records[0], result)
         record = self._records.popleft()
         self.num_completed = record.step
         self._progress_at = now
-        return _match(record, result)
+        return matched
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Prove the counts of live sequences against the outstanding plans.

@@ -4,7 +4,6 @@ Running sequences come first, then waiting ones in the order of the policy. Noth
 prompt's, a decode's or recomputed: each sequence is given min(tokens not planned, chunk cap, budget left).
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from octavo.scheduler.batch import Batch
@@ -13,11 +12,12 @@ from octavo.scheduler.cache import PrefixCache
 from octavo.scheduler.config import Limits
 from octavo.scheduler.draft import MAX_NEW_IDS, Columns, Draft, Fork, num_new_ids, row_of
 from octavo.scheduler.errors import InvariantViolation
-from octavo.scheduler.groups import Groups, group_of, most_blocks, restart
+from octavo.scheduler.groups import Groups, group_of, restart
 from octavo.scheduler.pipeline import PlanRecord
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.prefix import PrefixIndex
 from octavo.scheduler.queues import WaitingQueue
+from octavo.scheduler.room import Room
 from octavo.scheduler.sequence import Request, Sequence, Status
 from octavo.scheduler.tables import BlockTables
 from octavo.wire.ids import BlockId, Row, SessionId
@@ -55,7 +55,7 @@ class Planner:
         self._epoch = epoch
         self._waiting = waiting
         self._policy = policy
-        self._max_preemptions = max_preemptions
+        self._room = Room(self.batch, self.tables, limits.block_size, max_preemptions)
         self._no_room: tuple[int, int] | None = None  # whom no victims would make room for, in which batch
         self._decode: tuple[int, Columns] | None = None  # of the newest plan in which each of a batch drew a token
 
@@ -76,22 +76,27 @@ class Planner:
         """Return the running sequences whose tables name one of some blocks."""
         return [s for s in self.batch if not blocks.isdisjoint(self.tables.table(s.number))] if blocks else []
 
-    def build(self, step: int, num_completed: int) -> BuiltPlan | None:
+    def build(self, step: int, num_completed: int, alone: Request | None = None) -> BuiltPlan | None:
         """Build plan number `step`; None if nothing can be computed now.
 
         Args:
             step: its number.
             num_completed: newest plan whose result is back.
+            alone: the only request that may compute in it; the others keep rows and blocks that it does not need.
         """
-        draft = Draft.begin(step, self.limits)
+        draft = Draft.begin(step, self.limits, alone)
         self.cache.begin_step()
-        self._make_room(draft, num_completed)
+        if alone is None:
+            self._make_room(draft, num_completed)
         self._choose_running(draft)
         for sequence in draft.filled:
             self.cache.publish(sequence, sequence.num_planned)
         for sequence in draft.leaders:
             self._release_siblings(sequence, draft)
-        self._choose_waiting(draft, num_completed)
+        if alone is None:
+            self._choose_waiting(draft, num_completed)
+        else:
+            self._let_in(alone, draft, num_completed)
         built = self._commit(draft) if draft.sequences else None
         self.tables.unpin()
         return built
@@ -114,7 +119,7 @@ class Planner:
                 )
             if s.num_blocks_sent != len(self.tables.table(s.number)):
                 raise InvariantViolation(f"{name}: the worker does not know all of its blocks")
-            if self.tables.is_protected(s.number) != self._needs_protection(s):
+            if self.tables.is_protected(s.number) != self._room.needs_protection(s):
                 raise InvariantViolation(f"{name}: preempted {s.num_preemptions} times")
             writes = s.num_planned < s.num_fast
             if writes and (s.request.held or self.tables.must_copy(s.number, s.num_planned)):
@@ -125,7 +130,8 @@ class Planner:
     def _choose_running(self, draft: Draft) -> None:
         add = draft.sequences.append
         num_left, block_size = draft.num_left, self.limits.block_size
-        for s in list(self.batch):
+        alone = draft.alone
+        for s in list(self.batch) if alone is None else [s for s in self.batch if s.request is alone]:
             if num_left <= 0:
                 break
             end = s.num_planned + 1
@@ -201,6 +207,8 @@ class Planner:
 
     def _give_way(self, sequence: Sequence, draft: Draft) -> bool:
         """Preempt one that runs, for a sequence that lacks blocks; False if that was the sequence itself."""
+        if draft.alone is not None and self._put_aside(draft):
+            return True
         # Who lacks blocks is unprotected itself, so there is always a victim.
         victims = (s for s in self.batch if not self.tables.is_protected(s.number) and s.request not in draft.seated)
         self._preempt(min(victims, key=self._policy.yields_first), draft)
@@ -219,7 +227,41 @@ class Planner:
             sequence.request.sequences[0].num_preemptions += 1
         self.num_preemptions += 1
 
+    def _put_aside(self, draft: Draft) -> bool:
+        """Take row and blocks of one that has to wait anyway for the request that runs alone; False if there is none.
+
+        It is not preempted for want of blocks, so it does not count among its preemptions.
+        """
+        others = [s for s in self.batch if s.request is not draft.alone]
+        if not others:
+            return False
+        victim = min(others, key=self._policy.yields_first)
+        if victim.request.group is None:
+            self.remove(victim, Status.WAITING, draft.step - 1)
+            self._waiting.add(victim)
+        else:
+            self.put_back(victim.request, draft.step - 1)
+        self.num_preemptions += 1
+        return True
+
     # Waiting sequences
+
+    def _let_in(self, alone: Request, draft: Draft, num_completed: int) -> None:
+        """Let the waiting sequences of the request that runs alone enter, whatever they must take from others for it."""
+        self.waiting_reason = "a request that may have killed its worker, and runs alone"
+        for s in alone.sequences:
+            if s.status is not Status.WAITING:
+                continue
+            while self.batch.num_free_rows < s.num_rows or self._is_short(s):
+                if not self._put_aside(draft):
+                    return
+            if self._hindrance(s, draft, num_completed) is not None:
+                return
+            draft.num_new_ids += num_new_ids(s)
+            self._enter(s, self.cache.find(s), draft)
+
+    def _is_short(self, s: Sequence) -> bool:
+        return self._room.num_missing(s, self.cache.find(s), self._room.num_owed()) > 0
 
     def _make_room(self, draft: Draft, num_completed: int) -> None:
         """Let running sequences give way to the next waiting one, where the policy says so and it suffices."""
@@ -230,13 +272,13 @@ class Planner:
         if not victims or (self._no_room == (head.number, self.batch.version) and draft.step % ROOM_INTERVAL_STEPS):
             return
         hits = self.cache.find(head)
-        missing = self._num_missing(head, hits, self._num_owed_blocks())
+        missing = self._room.num_missing(head, hits, self._room.num_owed())
         if missing <= 0:
             return
         victims.sort(key=self._policy.yields_first)
         gains = self.tables.gains([s.number for s in victims], hits)
         for count, (victim, gained) in enumerate(zip(victims, gains, strict=True), start=1):
-            missing -= gained + self._num_owed_blocks([victim])
+            missing -= gained + self._room.num_owed([victim])
             if missing <= 0:
                 for chosen in victims[:count]:
                     if chosen.row is not None:  # it may have gone with another beam of its group
@@ -252,12 +294,12 @@ class Planner:
                 self.waiting_reason = reason
                 return
             if num_owed is None:
-                num_owed = self._num_owed_blocks()
+                num_owed = self._room.num_owed()
             if num_owed >= self.tables.num_available:  # whatever it finds, it needs one more
                 self.waiting_reason = "free blocks"
                 return
             hits = self.cache.find(head)
-            if (num_missing := self._num_missing(head, hits, num_owed)) > 0:
+            if (num_missing := self._room.num_missing(head, hits, num_owed)) > 0:
                 self.waiting_reason = f"{num_missing} more free blocks"
                 return
             draft.num_new_ids += num_new_ids(head)
@@ -280,7 +322,7 @@ class Planner:
 
     def _enter(self, s: Sequence, hits: list[BlockId], draft: Draft) -> None:
         self._take_row(s)
-        num_reserved = self._most_blocks(s) - len(hits) if self._needs_protection(s) else None
+        num_reserved = self._room.most_blocks(s) - len(hits) if self._room.needs_protection(s) else None
         self.tables.begin(s.number, hits, num_reserved)
         if s.request.group is not None:
             self.groups.enter(s)
@@ -300,31 +342,6 @@ class Planner:
         self.batch.enter(sequence)
         self._policy.on_entered(sequence)
 
-    def _num_missing(self, sequence: Sequence, hits: list[BlockId], num_owed: int) -> int:
-        """Return how many blocks too few there are to admit a sequence."""
-        is_protected = self._needs_protection(sequence)
-        wanted = self._most_blocks(sequence) if is_protected else self.tables.blocks_for(sequence.num_known)
-        return self.tables.num_wanted(wanted, hits) + num_owed - self.tables.num_available
-
-    def _most_blocks(self, sequence: Sequence) -> int:
-        """Return the most blocks that a sequence that is to enter, or its group, will ever have."""
-        request = sequence.request
-        if request.group is None:
-            return self.tables.blocks_for(sequence.plan_limit)
-        width, size = request.group.search.params.width, self.limits.block_size
-        return most_blocks(request.num_prompt_tokens, request.max_output_tokens, width, size)
-
-    def _needs_protection(self, sequence: Sequence) -> bool:
-        return sequence.num_preemptions >= self._max_preemptions
-
-    def _num_owed_blocks(self, sequences: Iterable[Sequence] | None = None) -> int:
-        """Return the blocks that running sequences need for tokens they know: admitted prompts are not squeezed out."""
-        owed = 0
-        for s in self.batch if sequences is None else sequences:
-            if s.num_planned < s.num_known and not self.tables.is_protected(s.number):
-                owed += self.tables.blocks_for(s.num_known) - len(self.tables.table(s.number))
-        return owed
-
     # Choices of one request
 
     def _release_siblings(self, leader: Sequence, draft: Draft) -> None:
@@ -336,9 +353,9 @@ class Planner:
         for sibling in siblings:
             sibling.status = Status.WAITING
             self._waiting.add(sibling)
-        if self._needs_protection(leader):
+        if self._room.needs_protection(leader):
             return
-        num_owed = self._num_owed_blocks()
+        num_owed = self._room.num_owed()
         for sibling in siblings:
             num_owed += 1  # its next token takes a block, a copy of the last one or a new one
             has_room = self.batch.has_free_row and num_owed <= self.tables.num_available
@@ -349,13 +366,8 @@ class Planner:
     def _fork(self, source: Sequence, target: Sequence, draft: Draft) -> None:
         self._take_row(target)
         self.tables.fork(source.number, target.number)
-        target.num_planned, target.num_confirmed = source.num_planned, source.num_confirmed
-        target.num_expected = target.num_known + 1
+        target.fork_from(source)
         target.num_blocks_sent = len(self.tables.table(target.number))
-        target.num_cached, target.num_published = source.num_cached, source.num_published
-        target.publishes = source.publishes
-        target.first_told = target.num_prompt
-        target.keys = list(source.keys)
         if source.num_planned % self.limits.block_size:
             # The last block is shared: whoever writes to it next copies it first.
             source.num_fast = target.num_fast = 0

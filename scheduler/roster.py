@@ -11,18 +11,22 @@ from octavo.scheduler.policy import Policy
 from octavo.scheduler.queues import WaitingQueue
 from octavo.scheduler.sequence import Request, Sequence, Status
 from octavo.scheduler.state import RequestTable
+from octavo.scheduler.suspects import Suspects
 from octavo.wire.columns import unpack_ints
-from octavo.wire.ids import SessionId
+from octavo.wire.ids import BootId, SessionId
 from octavo.wire.requests import FailureCode, FinishReason, RequestFailed, SubmitRequest
 
 
 @dataclass(slots=True)
 class Worker:
-    """The worker that is ready: its epoch, the plans to come and those under way."""
+    """The worker that is ready: its epoch and process, the plans to come and those under way."""
 
     epoch: SessionId
+    boot_id: BootId
     planner: Planner
     pipeline: Pipeline
+    alone: Request | None = None
+    """Whom alone the newest plans name, if they were to name one request only."""
 
 
 class Roster:
@@ -39,6 +43,7 @@ class Roster:
         deadlines: Deadlines,
         policy: Policy,
         outputs: Outputs,
+        suspects: Suspects,
     ) -> None:
         self.worker: Worker | None = None
         self._requests = requests
@@ -46,6 +51,7 @@ class Roster:
         self._deadlines = deadlines
         self._policy = policy
         self._outputs = outputs
+        self._suspects = suspects
 
     def admit(self, request: Request, message: SubmitRequest, now: float) -> None:
         """Take a request in; choices that its message says have ended, or that need nothing more, end at once."""
@@ -129,4 +135,5 @@ class Roster:
     def _forget(self, request: Request) -> None:
         self._requests.remove(request)
         self._deadlines.remove(request)
+        self._suspects.forget(request)
         self._policy.on_ended(request)

@@ -228,6 +228,15 @@ class Sequence:
         self.row = row
         self.residency = residency
 
+    def fork_from(self, source: "Sequence") -> None:
+        """Go on from a sibling's state, which has its whole prompt planned, and draw a first token like it."""
+        self.num_planned, self.num_confirmed = source.num_planned, source.num_confirmed
+        self.num_expected = self.num_known + 1
+        self.num_cached, self.num_published = source.num_cached, source.num_published
+        self.publishes = source.publishes
+        self.first_told = self.num_prompt
+        self.keys = list(source.keys)
+
     def leave_row(self, status: Status, newest_step: int) -> None:
         """Leave the batch; nothing is computed any more, tokens that outstanding plans draw still count."""
         self.status = status

@@ -285,7 +285,7 @@ class Sessions:
             for frontend in self.peers.frontends:
                 self.end(frontend, "the new worker has other limits", "other_limits")
         self.facts = facts
-        self._events.append(WorkerReady(peer.session.id, worker_facts))
+        self._events.append(WorkerReady(peer.session.id, worker_facts, BootId(hello.boot_id)))
         for frontend in self.peers.frontends:
             self.send(frontend, WorkerState(True))
         # These would be welcomed at their next Hello, up to HEARTBEAT_INTERVAL_S from now.
@@ -366,7 +366,7 @@ class Sessions:
         if not peer.is_worker:
             self._events.append(FrontendLost(peer.session.id))
             return
-        self._events.append(WorkerLost(peer.session.id, reason))
+        self._events.append(WorkerLost(peer.session.id, reason, is_orderly=cause == "left"))
         for frontend in self.peers.frontends:
             self.send(frontend, WorkerState(False, f"the worker is lost ({reason}); requests wait for the next one"))
 

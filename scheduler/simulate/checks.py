@@ -25,15 +25,13 @@ from octavo.scheduler.instructions import (
     Instruction,
     SendPlan,
 )
+from octavo.scheduler.simulate.deaths import Deaths, RequestName
+from octavo.scheduler.simulate.workload import NOT_AGAIN
 from octavo.scheduler.simulate.world import Violation
 from octavo.wire.columns import unpack_ints
-from octavo.wire.handshake import WorkerFacts
 from octavo.wire.ids import SessionId
 from octavo.wire.plan import StepPlan, StepResult
 from octavo.wire.requests import FailureCode, RequestFailed, StepOutput, SubmitRequest
-
-RequestName = tuple[SessionId, int]
-"""Session of the frontend, handle."""
 
 
 @dataclass(slots=True)
@@ -63,10 +61,13 @@ class _Epoch:
     """One worker's session."""
 
     id: SessionId
+    boot_id: str
     limits: Limits
     num_sent: int = 0
     num_completed: int = 0
     num_faults: int = 0
+    num_alone: int = 0
+    """Requests that may have to run alone, and take the rows of others for it."""
     reset_at: int = 0
     """Newest plan at the newest reset of the prefix cache."""
     rows: dict[int, _RowUse] = field(default_factory=dict)
@@ -97,6 +98,7 @@ class Auditor:
         self._config = config
         self._live: dict[RequestName, _Live] = {}
         self._epoch: _Epoch | None = None
+        self._deaths = Deaths(config.pipeline_depth)
         self._lost_at: float | None = None
         self._num_submitted = 0
         # Of the present call: what its events ended may be told an end that came before, in the order of the core.
@@ -136,7 +138,7 @@ class Auditor:
                     if not reason.startswith("no step finished for"):
                         raise Violation(f"the core sends a worker away: {reason}")
                     if self._epoch is not None and self._epoch.id == session:
-                        self._lose_worker(now)
+                        self._lose_worker(now, "")
                     self.stats["step timeouts"] += 1
                 case AnswerCacheReset() | SendPlan():
                     pass
@@ -163,11 +165,11 @@ class Auditor:
             case FrontendLost(frontend):
                 for lost in [name for name in self._live if name[0] == frontend]:
                     del self._live[lost]
-            case WorkerReady(session, facts):
-                self._begin_epoch(session, facts)
-            case WorkerLost(session, _):
+            case WorkerReady():
+                self._begin_epoch(event)
+            case WorkerLost(session, _, is_orderly):
                 if self._epoch is not None and self._epoch.id == session:
-                    self._lose_worker(now)
+                    self._lose_worker(now, None if is_orderly else self._epoch.boot_id)
             case CacheResetRequested():
                 if self._epoch is not None:
                     self._epoch.reset_at = self._epoch.num_sent
@@ -194,12 +196,18 @@ class Auditor:
         self._live[frontend, message.handle] = _Live(self._num_submitted, message.prefix_root, choices)
         self.stats["replays"] += bool(message.output_ids)
 
-    def _begin_epoch(self, session: SessionId, facts: WorkerFacts) -> None:
-        self._epoch = _Epoch(session, resolve_limits(self._config, facts))
+    def _begin_epoch(self, ready: WorkerReady) -> None:
+        self._deaths.settle(ready.boot_id, self._live)
+        self._epoch = _Epoch(ready.epoch, ready.boot_id, resolve_limits(self._config, ready.facts))
+        self._epoch.num_alone = self._deaths.num_suspects
         self._lost_at = None
         self.stats["epochs"] += 1
 
-    def _lose_worker(self, now: float) -> None:
+    def _lose_worker(self, now: float, boot_id: str | None) -> None:
+        """Take note of a loss; `boot_id` is None if it left in good order, '' if it counts as dead in any case."""
+        if self._epoch is not None and boot_id is not None:
+            uses = [use.request for rows in self._epoch.outstanding.values() for use in rows.values()]
+            self._deaths.note_loss(boot_id, set(uses) & set(self._live))
         self._epoch = None
         self._lost_at = now
         self._was_away = True
@@ -216,14 +224,18 @@ class Auditor:
     # Instructions
 
     def _on_output(self, frontend: SessionId, output: StepOutput, now: float) -> None:
+        self._deaths.count_tokens(frontend, output)
         for finished in output.finished:
             name = (frontend, finished.handle)
             if not self._end_choice(name, finished.choice) and (name, finished.choice) not in self._just_ended:
                 raise Violation(f"an end of what has ended: {finished}")
         for failed in output.failed:
             name = (frontend, failed.handle)
-            if self._live.pop(name, None) is None and name not in self._just_ended:
+            live = self._live.pop(name, None)
+            if live is None and name not in self._just_ended:
                 raise Violation(f"a failure of what has ended: {failed}")
+            if live is not None and failed.message.endswith(NOT_AGAIN):
+                self._deaths.check_blame(name, len(live.choices), self._live)
             self._check_failure(failed, now)
 
     def _check_failure(self, failed: RequestFailed, now: float) -> None:
@@ -284,7 +296,8 @@ class Auditor:
                 self._check_order(name, live)
             self._take_row(plan, epoch, new.row, _RowUse(name, new.choice, live.root))
             epoch.entries[name, new.choice] += 1
-            if epoch.entries[name, new.choice] > 1 + self._config.max_preemptions + epoch.num_faults:
+            num_excused = epoch.num_faults + epoch.num_alone
+            if epoch.entries[name, new.choice] > 1 + self._config.max_preemptions + num_excused:
                 raise Violation(f"{new.request}/{new.choice} enters for the {epoch.entries[name, new.choice]}th time")
             self.stats["readmissions"] += epoch.entries[name, new.choice] > 1
 

@@ -8,7 +8,7 @@ from octavo.scheduler.config import Limits, SchedulerConfig
 from octavo.scheduler.simulate.links import DealerLink, Network
 from octavo.scheduler.simulate.model import told_of_prompt
 from octavo.scheduler.simulate.scenario import DIGEST, VOCAB_SIZE, Traffic
-from octavo.scheduler.simulate.workload import Choice, Job, Workload
+from octavo.scheduler.simulate.workload import NOT_AGAIN, Choice, Job, Workload
 from octavo.scheduler.simulate.world import Process, Violation, World
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S, DealerChannel
 from octavo.wire.codec import FromFrontend, FromScheduler
@@ -64,6 +64,7 @@ class SimFrontend(Process):
         traffic: Traffic,
         workload: Workload,
         limits: list[Limits],
+        is_deadly_world: bool,
     ) -> None:
         super().__init__(world)
         self.boot_id = boot_id
@@ -76,6 +77,7 @@ class SimFrontend(Process):
         self._traffic = traffic
         self._workload = workload
         self._limits = limits
+        self._is_deadly_world = is_deadly_world
         self._hello = FrontendHello(PROTOCOL_VERSION, DIGEST, boot_id, 1)
         self.link = DealerLink(network, boot_id, self.wake)
         self.peer = Peer(cast(DealerChannel, self.link), lambda: self._hello, world.clock)
@@ -304,7 +306,7 @@ class SimFrontend(Process):
             raise Violation(f"{name}: more than {job.max_tokens} tokens, or a wrong request was run")
         if token != (expected := choice.oracle.next()):
             raise Violation(f"{name}: id {token} at position {position}, alone it is {expected}")
-        if job.sick is not None and (job.sick[0] == index or job.beams is not None):
+        if job.sick is not None and not job.is_deadly and (job.sick[0] == index or job.beams is not None):
             self._check_sickness(job, index, position)
         choice.ids.append(token)
         job.num_received += 1
@@ -369,22 +371,14 @@ class SimFrontend(Process):
     def _on_failed(self, event: RequestFailed) -> None:
         if (job := self.jobs.get(event.handle)) is None:
             return
-        if (objection := self._objection(job, event)) is not None:
+        if event.message.endswith(NOT_AGAIN):
+            self.world.stats["given up"] += 1
+            self.world.stats["given up without guilt"] += not job.is_deadly
+        objection = job.objection(event, self._limits, self.world.now, is_deadly_world=self._is_deadly_world)
+        if objection is not None:
             raise Violation(f"job {job.handle} failed with {event}: {objection}")
         self.world.stats["replays refused"] += event.code is FailureCode.QUEUE_FULL and job.is_replay
         self._end(job, f"failed {event.code.name}")
-
-    def _objection(self, job: Job, event: RequestFailed) -> str | None:
-        match event.code:
-            case FailureCode.INVALID:
-                return None if job.is_wrong or any(map(job.exceeds, self._limits)) else "it is valid"
-            case FailureCode.INTERNAL:
-                return None if job.sick is not None else "it is not sick"
-            case FailureCode.DEADLINE:
-                is_over = job.deadline_s is not None and self.world.now >= job.submitted_at + job.deadline_s
-                return None if is_over else "its time is not over"
-            case FailureCode.QUEUE_FULL | FailureCode.CALLER_LIMIT | FailureCode.UNAVAILABLE:
-                return None if event.retry_after_s > 0 or "smaller" in event.message else "when to come back?"
 
     def _take_answer(self, tag: int) -> None:
         if tag not in self._resets:

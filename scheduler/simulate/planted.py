@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 from octavo.scheduler.batch import Batch
 from octavo.scheduler.blocks import BlockPool
 from octavo.scheduler.cache import PrefixCache
 from octavo.scheduler.sequence import Sequence, Status
+from octavo.scheduler.suspects import Suspects
 from octavo.scheduler.tables import BlockTables
 from octavo.wire.ids import BlockId
 
@@ -103,6 +104,37 @@ def _reset() -> AbstractContextManager[None]:
     return _replaced(PrefixCache, "clear", make)
 
 
+def _together() -> AbstractContextManager[None]:
+    """Whoever is suspected goes on running with all others."""
+
+    def make(_: object) -> Callable[[Suspects], None]:
+        return cast("Callable[[Suspects], None]", property(lambda suspects: None))
+
+    return _replaced(Suspects, "alone", make)
+
+
+def _grudge() -> AbstractContextManager[None]:
+    """Nobody is ever cleared of a death."""
+
+    def make(_: object) -> Callable[[Suspects, object, float], None]:
+        return lambda suspects, record, now: None
+
+    return _replaced(Suspects, "note_result", make)
+
+
+def _mercy() -> AbstractContextManager[None]:
+    """Nobody is given up, however many workers it has killed."""
+
+    def make(real: Callable[[Suspects, str, float], object]) -> Callable[[Suspects, str, float], list[object]]:
+        def settle(suspects: Suspects, boot_id: str, now: float) -> list[object]:
+            real(suspects, boot_id, now)
+            return []
+
+        return settle
+
+    return _replaced(Suspects, "settle", make)
+
+
 PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "refcount": _refcount,
     "withdrawal": _withdrawal,
@@ -110,5 +142,8 @@ PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "copy": _copy,
     "beam": _beam,
     "reset": _reset,
+    "together": _together,
+    "grudge": _grudge,
+    "mercy": _mercy,
 }
 """By the name that --plant takes."""

@@ -36,6 +36,11 @@ class Troubles:
     cut: float = 0.0
     garbage: float = 0.0
 
+    @property
+    def are_deadly(self) -> bool:
+        """Whether workers are lost of something else than a request, and do not come back or have hung."""
+        return any((self.worker_dies, self.worker_hangs, self.pause, self.clog))
+
 
 @dataclass
 class Traffic:
@@ -44,9 +49,9 @@ class Traffic:
     Attributes:
         num_live: requests that each frontend tries to have at once.
         mean_gap_s: between two requests of a frontend.
-        cancels, stops, deadlines, sick, wrong, choices, beams, logprobs, prompt_logprobs, unshared: shares of requests that
-            end early, have a stop string, a deadline, broken values, a mistake, n > 1, a search, log-probabilities of output
-            or prompt, no part in the prefix cache.
+        cancels, stops, deadlines, sick, deadly, wrong, choices, beams, logprobs, prompt_logprobs, unshared: shares of
+            requests that end early, have a stop string, a deadline, broken values, kill their worker, have a mistake,
+            n > 1, a search, log-probabilities of output or prompt, no part in the prefix cache.
         max_prompt, max_output: tokens.
         resets: of the prefix cache, mean seconds between two; 0: none.
     """
@@ -57,6 +62,7 @@ class Traffic:
     stops: float
     deadlines: float
     sick: float
+    deadly: float
     wrong: float
     choices: float
     beams: float
@@ -166,6 +172,7 @@ def _draw_traffic(random: Random, facts: WorkerFacts, compute_s: float) -> Traff
         stops=share(0.0, 0.2),
         deadlines=share(0.0, 0.0, 0.2),
         sick=share(0.0, 0.0, 0.05, 0.3),
+        deadly=share(0.0, 0.0, 0.01, 0.05),
         wrong=share(0.0, 0.02),
         choices=share(0.0, 0.3, 0.6),
         beams=share(0.0, 0.2, 0.4),

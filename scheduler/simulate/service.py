@@ -73,6 +73,7 @@ class SimulatedService:
             scenario.traffic,
             self._workload,
             self._limits,
+            scenario.troubles.are_deadly or scenario.weather.delay > 0,
         )
 
     def _boot_id(self, role: str) -> BootId:

@@ -18,7 +18,7 @@ from octavo.scheduler.simulate.traffic_policy import WatchedPolicy
 from octavo.scheduler.simulate.traffic_prompts import STOP_ID, Prompts
 from octavo.scheduler.simulate.traffic_setup import Setup, load_policy
 from octavo.scheduler.simulate.traffic_worker import FastWorker, Live
-from octavo.wire.ids import SessionId
+from octavo.wire.ids import BootId, SessionId
 from octavo.wire.plan import StepPlan, StepResult
 from octavo.wire.requests import StepOutput
 
@@ -71,7 +71,7 @@ class Simulation:
             InvariantViolation: with `check`, the core is not as it must be.
         """
         began = time.perf_counter()
-        self._tell((WorkerReady(EPOCH, self._setup.facts),), 0.0)
+        self._tell((WorkerReady(EPOCH, self._setup.facts, BootId("simulated")),), 0.0)
         coming = iter(arrivals)
         arrival = next(coming, None)
         while arrival is not None or self._results:

@@ -6,10 +6,11 @@ from typing import cast
 from octavo.scheduler.simulate.links import DealerLink, Network
 from octavo.scheduler.simulate.model import FakeModel, hash_rule
 from octavo.scheduler.simulate.scenario import DIGEST, VOCAB_SIZE
-from octavo.scheduler.simulate.workload import is_sick
+from octavo.scheduler.simulate.workload import is_deadly, is_sick
 from octavo.scheduler.simulate.world import Process, Violation, World
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S, DealerChannel
 from octavo.wire.codec import FromScheduler
+from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import PROTOCOL_VERSION, WorkerFacts, WorkerHello, WorkerWelcome
 from octavo.wire.ids import BootId
 from octavo.wire.peer import Peer, PeerEvent, PeerRefused, SessionBegan, SessionEnded, Waiting
@@ -134,6 +135,11 @@ class SimWorker(Process):
             raise Violation("a plan without a session")
         result = self.model.execute(plan)
         self.world.num_steps += 1
+        computed = [self.model.rows[row] for row in unpack_ints(plan.row)]
+        if any(is_deadly(s.ids[: s.num_computed], s.sampling.seed, s.choice) for s in computed):
+            self.world.stats["worker died of a request"] += 1
+            self.vanish()
+            return
         if self.doom == "after compute":
             self._die()
             return

@@ -18,10 +18,20 @@ from octavo.wire.columns import pack_ints
 from octavo.wire.handshake import ServiceFacts
 from octavo.wire.plan import RowSampling
 from octavo.wire.prefix import prompt_keys, root_key
-from octavo.wire.requests import BeamParams, ChoiceFinished, SubmitRequest, num_candidates
+from octavo.wire.requests import (
+    BeamParams,
+    ChoiceFinished,
+    FailureCode,
+    RequestFailed,
+    SubmitRequest,
+    num_candidates,
+)
 
-_SICK_BIT = 1 << 40
-"""Set in the seeds of sick jobs; the bits below tell which choice is sick from which length on."""
+_SICK_BIT, _DEADLY_BIT = 1 << 40, 1 << 41
+"""Set in the seeds of sick and of deadly jobs; the bits below tell which choice is it from which length on."""
+
+NOT_AGAIN = "it is not tried again"
+"""Ends the message of a request that is given up because workers died of it."""
 
 ROOTS = (root_key(DIGEST, "tenant a"), root_key(DIGEST, "tenant b"))
 
@@ -115,6 +125,7 @@ class Job:
         cancel_at: tokens, of all choices, at which the caller goes away; None: it stays.
         cancel_after_s: seconds after which the caller goes away.
         sick: choice and length from which on its values are broken.
+        is_deadly: whether it kills its worker there instead.
         is_wrong: whether admission must refuse it.
         outcome: how it ended; None while it lives.
     """
@@ -133,6 +144,7 @@ class Job:
     cancel_after_s: float | None
     sick: tuple[int, int] | None
     is_wrong: bool
+    is_deadly: bool = False
     beams: BeamParams | None = None
     finder: Finder | None = None
     choices: list[Choice] = field(default_factory=list)
@@ -162,6 +174,30 @@ class Job:
             return False
         most = most_blocks(len(self.prompt), self.max_tokens, self.beams.width, limits.block_size)
         return self.beams.width > limits.max_num_seqs or most >= limits.num_blocks
+
+    def objection(
+        self, event: RequestFailed, limits: Sequence[Limits], now: float, *, is_deadly_world: bool
+    ) -> str | None:
+        """Return why it must not fail like this, None if it may.
+
+        Args:
+            event: the failure.
+            limits: of the service, one or the other.
+            now: seconds.
+            is_deadly_world: whether workers die of something else than requests.
+        """
+        match event.code:
+            case FailureCode.INVALID:
+                return None if self.is_wrong or any(map(self.exceeds, limits)) else "it is valid"
+            case FailureCode.INTERNAL if event.message.endswith(NOT_AGAIN):
+                return None if self.is_deadly or is_deadly_world else "it kills nobody, and nothing else does"
+            case FailureCode.INTERNAL:
+                return None if self.sick is not None and not self.is_deadly else "it is not sick"
+            case FailureCode.DEADLINE:
+                is_over = self.deadline_s is not None and now >= self.submitted_at + self.deadline_s
+                return None if is_over else "its time is not over"
+            case FailureCode.QUEUE_FULL | FailureCode.CALLER_LIMIT | FailureCode.UNAVAILABLE:
+                return None if event.retry_after_s > 0 or "smaller" in event.message else "when to come back?"
 
     def forget_output(self) -> None:
         """Wait for all of a search's output anew."""
@@ -205,11 +241,16 @@ def is_sick(ids: Sequence[int], seed: int, choice: int) -> bool:
     return bool(seed & _SICK_BIT) and (seed >> 32) & 0xF == choice and len(ids) >= seed >> 16 & 0xFFFF
 
 
-def make_seed(base: int, sick: tuple[int, int] | None) -> int:
-    """Return a seed that makes a job sick, or not."""
+def is_deadly(ids: Sequence[int], seed: int, choice: int) -> bool:
+    """Say whether a row kills its worker: the kill rule of the simulated model."""
+    return bool(seed & _DEADLY_BIT) and (seed >> 32) & 0xF == choice and len(ids) >= seed >> 16 & 0xFFFF
+
+
+def make_seed(base: int, sick: tuple[int, int] | None, *, kills: bool = False) -> int:
+    """Return a seed that makes a job sick, or deadly, or neither."""
     if sick is None:
         return base
-    return base | sick[1] << 16 | sick[0] << 32 | _SICK_BIT
+    return base | sick[1] << 16 | sick[0] << 32 | (_DEADLY_BIT if kills else _SICK_BIT)
 
 
 class Workload:
@@ -239,13 +280,14 @@ class Workload:
         stop_ids = tuple(random.sample(range(VOCAB_SIZE), random.choice([0, 0, 1, 3])))
         min_tokens = random.randint(0, max_tokens) if random.random() < 0.2 else 0
         sick = None
-        if random.random() < traffic.sick:
+        kills = random.random() < traffic.deadly
+        if kills or random.random() < traffic.sick:
             sick = (random.randrange(num_choices), random.randint(1, len(prompt) + max_tokens))
         is_wrong = random.random() < traffic.wrong
         if is_wrong:
             prompt[random.randrange(len(prompt))] = random.choice([-1, VOCAB_SIZE, 2**31 - 1])
         prompt_ids = pack_ints(prompt)
-        seed = make_seed(random.randrange(4), sick)
+        seed = make_seed(random.randrange(4), sick, kills=kills)
         total = max_tokens * num_choices
         job = Job(
             prompt=prompt,
@@ -268,6 +310,7 @@ class Workload:
             cancel_after_s=random.choice([0.002, 0.05, 1.0, 30.0]) if random.random() < traffic.cancels / 2 else None,
             sick=sick,
             is_wrong=is_wrong,
+            is_deadly=kills,
         )
         for index in range(num_choices):
             choice = Choice(Oracle(prompt_ids, seed, index, stop_ids, min_tokens))
@@ -291,7 +334,7 @@ class Workload:
         if job.sick is not None:
             job.sick = (0, job.sick[1])
         job.sampling = RowSampling(
-            seed=make_seed(random.randrange(4), job.sick),
+            seed=make_seed(random.randrange(4), job.sick, kills=job.is_deadly),
             temperature=0.0,
             min_tokens=min(job.sampling.min_tokens, job.max_tokens),
             logprobs=num_candidates(job.beams, len(job.stop_ids)),

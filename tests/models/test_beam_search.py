@@ -12,7 +12,7 @@ from octavo.scheduler.events import RequestSubmitted, StepCompleted, WorkerReady
 from octavo.scheduler.instructions import EmitOutput, SendPlan
 from octavo.wire.columns import pack_ints
 from octavo.wire.handshake import WorkerFacts
-from octavo.wire.ids import SessionId
+from octavo.wire.ids import BootId, SessionId
 from octavo.wire.plan import RowSampling
 from octavo.wire.requests import BeamParams, FinishReason, SubmitRequest, num_candidates
 from octavo.worker.runner import EagerRunner
@@ -45,7 +45,7 @@ class Engine:
             device="cpu",
             dtype="float32",
         )
-        self._tell(WorkerReady(SessionId(1), facts))
+        self._tell(WorkerReady(SessionId(1), facts, BootId("w")))
 
     def run(self, *requests: SubmitRequest) -> None:
         """Run requests to their end."""

@@ -196,9 +196,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.driver.lose_worker()
 
     @precondition(lambda self: self.driver.model is None)
-    @rule()
-    def worker_back(self) -> None:
-        self.driver.worker_ready()
+    @rule(is_same=st.booleans())
+    def worker_back(self, is_same: bool) -> None:
+        self.driver.worker_ready(is_same=is_same)
 
     @rule()
     def replay(self) -> None:

@@ -41,6 +41,7 @@ MUST_HAPPEN = (
     "frames reordered",
     "frontend died",
     "garbage",
+    "given up",
     "hellos said twice",
     "jobs cancelled",
     "jobs finished",
@@ -61,6 +62,7 @@ MUST_HAPPEN = (
     "worker died after receive",
     "worker died after reply",
     "worker died before receive",
+    "worker died of a request",
     "worker hangs",
     "worker killed",
     "worker left",
@@ -81,6 +83,9 @@ def test_no_promise_is_broken_and_everything_that_can_go_wrong_does() -> None:
     assert [what for what in MUST_HAPPEN if not stats[what]] == []
     assert stats["rows"] > 1.2 * stats["plans"], "batches"
     assert stats["jobs finished"] > 0.2 * stats["jobs"]
+    assert stats["given up without guilt"] <= 1, (
+        "where workers are killed as well, without a pause, it is not impossible"
+    )
 
 
 def test_a_seed_decides_everything_in_whatever_process() -> None:

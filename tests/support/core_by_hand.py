@@ -8,7 +8,7 @@ from octavo.scheduler.events import StepCompleted, WorkerReady
 from octavo.scheduler.simulate.model import make_facts
 from octavo.wire.columns import pack_ints
 from octavo.wire.handshake import WorkerFacts
-from octavo.wire.ids import SessionId
+from octavo.wire.ids import BootId, SessionId
 from octavo.wire.plan import StepResult
 from tests.support.core_driver import CoreDriver, make_config
 
@@ -18,7 +18,7 @@ EPOCH = SessionId(5)
 def started(facts: WorkerFacts | None = None, **settings: Any) -> Scheduler:
     """Return a core with a worker."""
     core = Scheduler(make_config(**settings))
-    assert core.on_event(WorkerReady(EPOCH, facts or make_facts()), 100.0) == []
+    assert core.on_event(WorkerReady(EPOCH, facts or make_facts(), BootId("w")), 100.0) == []
     return core
 
 

@@ -34,7 +34,7 @@ from octavo.scheduler.instructions import (
 from octavo.scheduler.simulate.model import FakeModel, FaultRule, Rule, hash_rule, solo_run, solo_search, told_of_prompt
 from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import WorkerFacts
-from octavo.wire.ids import SessionId
+from octavo.wire.ids import BootId, SessionId
 from octavo.wire.plan import StepPlan, StepResult
 from octavo.wire.prefix import root_key
 from octavo.wire.requests import (
@@ -51,6 +51,9 @@ from octavo.wire.requests import (
 from tests.support.fake_frontend import Received, make_submit
 
 FRONTEND = SessionId(7)
+
+NOT_AGAIN = "it is not tried again"
+"""Ends what the caller of a request is told that kills its workers."""
 
 
 def make_config(
@@ -161,7 +164,11 @@ class CoreDriver:
         self.clients: dict[tuple[SessionId, int], Client] = {}
         self.received: dict[SessionId, Received] = {}
         self.ended_sessions: list[EndFrontendSession | EndWorkerSession] = []
+        self.deaths: list[set[str]] = []  # of each death of a worker: the names of the requests under way
+        self._lost: set[str] | None = None  # the same, of a loss of which it is not known yet whether it was a death
+        self._num_workers = 0
         self._row_names: dict[int, str] = {}
+        self._plan_names: dict[tuple[int, int], set[str]] = {}  # of each plan, by epoch and step
         self._next_handle = 0
 
     # What happens outside
@@ -182,18 +189,21 @@ class CoreDriver:
         assert len(self.sent) + len(self.results) <= self.config.pipeline_depth
         return instructions
 
-    def worker_ready(self) -> list[Instruction]:
-        """Bring a fresh worker."""
+    def worker_ready(self, *, is_same: bool = False) -> list[Instruction]:
+        """Bring a worker with nothing in it: a fresh one, or the same process with a new session."""
         self.epoch = SessionId(self.epoch + 1)
+        self._num_workers += not is_same
+        self._settle_deaths(is_same=is_same)
         self.model = FakeModel(self.facts, self.rule, self.fault_rule)
         self.sent.clear()
         self.results.clear()
         self._row_names.clear()
-        return self.tell(WorkerReady(self.epoch, self.facts))
+        return self.tell(WorkerReady(self.epoch, self.facts, BootId(f"w{self._num_workers}")))
 
     def lose_worker(self) -> list[Instruction]:
-        """Let the worker die, with all that is under way."""
+        """Let the worker be lost, with all that is under way."""
         self.model = None
+        self._lost = self._under_way()
         self.sent.clear()
         self.results.clear()
         self._row_names.clear()
@@ -419,6 +429,7 @@ class CoreDriver:
         alive = {c.name for c in self.clients.values() if c.is_live}
         for row in unpack_ints(plan.row):
             assert self._row_names[row] in alive, f"plan {plan.step} names {self._row_names[row]}, which has ended"
+        self._plan_names[plan.epoch, plan.step] = {self._row_names[row] for row in unpack_ints(plan.row)}
         self.sent.append(plan)
         self.plans.append(plan)
 
@@ -446,8 +457,27 @@ class CoreDriver:
         for failed in output.failed:
             client = self.clients[frontend, failed.handle]
             assert client.is_live, f"{failed} after the end"
-            assert client.is_faulty or failed.code is not FailureCode.INTERNAL, f"{failed} without a fault"
+            if failed.message.endswith(NOT_AGAIN):
+                assert self.is_convicted(client), f"{failed}, deaths {self.deaths}"
+            else:
+                assert client.is_faulty or failed.code is not FailureCode.INTERNAL, f"{failed} without a fault"
             client.is_gone = True
+
+    def is_convicted(self, client: Client) -> bool:
+        """Whether a request was under way at three deaths of workers, and alone at the newest."""
+        at = [death for death in self.deaths if client.name in death]
+        return len(at) >= 3 and self.deaths[-1] == {client.name}
+
+    def _under_way(self) -> set[str]:
+        """Return the names of the requests of which plans are outstanding, and which have not ended."""
+        alive = {c.name for c in self.clients.values() if c.is_live}
+        steps = [plan.step for plan in self.sent] + [result.step for result in self.results]
+        return set().union(*(self._plan_names[self.epoch, step] for step in steps)) & alive
+
+    def _settle_deaths(self, *, is_same: bool) -> None:
+        if self._lost is not None and not is_same:
+            self.deaths.append(self._lost)
+        self._lost = None
 
     def _check_told(self, frontend: SessionId, output: StepOutput) -> None:
         for told in output.prompt_logprobs:

@@ -6,7 +6,7 @@ from octavo.scheduler.events import FrontendLost, RequestSubmitted, StepComplete
 from octavo.scheduler.instructions import EmitOutput, EndFrontendSession, EndWorkerSession, SendPlan
 from octavo.scheduler.simulate.model import make_facts
 from octavo.wire.columns import pack_ints
-from octavo.wire.ids import SessionId
+from octavo.wire.ids import BootId, SessionId
 from octavo.wire.plan import FLAG_SAMPLE
 from octavo.wire.requests import ChoiceFinished, FailureCode, FinishReason, RequestFailed, StepOutput
 from tests.support.core_by_hand import EPOCH, counting, result, started
@@ -92,7 +92,7 @@ def test_results_of_an_old_epoch_are_dropped_and_counted() -> None:
     core.on_event(WorkerLost(EPOCH, "test"), 100.0)
     assert core.on_event(result(1, [0], [9]), 100.0) == []
     assert core.on_event(WorkerLost(SessionId(99), "another"), 100.0) == []
-    core.on_event(WorkerReady(SessionId(6), make_facts()), 100.0)
+    core.on_event(WorkerReady(SessionId(6), make_facts(), BootId("w2")), 100.0)
     assert core.on_event(result(1, [0], [9]), 100.0) == []
     assert core.figures.num_old_results == 2
     (_, output) = core.on_event(result(1, [0], [7], epoch=6), 100.0)

@@ -124,7 +124,7 @@ def stage() -> Stage:
     stage = Stage()
     stage.hello(b"w", WORKER_HELLO)
     stage.hello(b"f", FRONTEND_HELLO)
-    assert stage.events() == [WorkerReady(stage.session(b"w"), make_facts())]
+    assert stage.events() == [WorkerReady(stage.session(b"w"), make_facts(), BootId("w"))]
     assert [type(message) for _, message in stage.take_sent()] == [WorkerWelcome, FrontendWelcome]
     return stage
 
@@ -229,7 +229,10 @@ def test_a_second_worker_is_refused_or_waits_or_takes_over(stage: Stage) -> None
     stage.channel.gone.add(b"w")
     old = stage.session(b"w")
     stage.hello(b"w2", other)
-    assert stage.events() == [WorkerLost(old, "the peer is gone"), WorkerReady(stage.session(b"w2"), make_facts())]
+    assert stage.events() == [
+        WorkerLost(old, "the peer is gone"),
+        WorkerReady(stage.session(b"w2"), make_facts(), BootId("w2")),
+    ]
     states = [message for _, message in stage.take_sent() if isinstance(message, WorkerState)]
     assert states == [WorkerState(False, LOST), WorkerState(True)]
 
@@ -237,7 +240,10 @@ def test_a_second_worker_is_refused_or_waits_or_takes_over(stage: Stage) -> None
 def test_a_worker_that_comes_back_by_itself_takes_its_own_place(stage: Stage) -> None:
     old = stage.session(b"w")
     stage.hello(b"w.2", WORKER_HELLO)
-    assert stage.events() == [WorkerLost(old, "it began anew"), WorkerReady(stage.session(b"w.2"), make_facts())]
+    assert stage.events() == [
+        WorkerLost(old, "it began anew"),
+        WorkerReady(stage.session(b"w.2"), make_facts(), BootId("w")),
+    ]
 
 
 def test_a_frontend_welcomed_without_a_worker_is_told_so(stage: Stage) -> None:
@@ -265,7 +271,7 @@ def test_an_idle_loop_sleeps_until_something_is_due(tmp_path: Path) -> None:
         loop.sessions.receive(now[0])
         loop.sessions.keep_alive(now[0], False)
         assert loop._poll_ms() == 1000
-        loop.core.on_event(WorkerReady(SessionId(played.sessions[b"w"]), make_facts()), now[0])
+        loop.core.on_event(WorkerReady(SessionId(played.sessions[b"w"]), make_facts(), BootId("w")), now[0])
         loop.core.on_event(RequestSubmitted(SessionId(1), make_submit(1, [1], 5, deadline_s=0.05)), now[0])
         assert loop._poll_ms() in (50, 51), "rounded up"
         now[0] += 0.06

@@ -122,7 +122,7 @@ def test_events_are_bounded() -> None:
     driver.step()
     for _ in range(100):
         driver.lose_worker()
-        driver.worker_ready()
+        driver.worker_ready(is_same=True)
     walk(driver)
     spans = driver.tracing.of(driver.trace_of(client))
     assert sum(len(span.events) for span in spans.values()) == 64

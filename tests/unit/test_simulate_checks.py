@@ -28,7 +28,7 @@ from octavo.scheduler.simulate.checks import Auditor
 from octavo.scheduler.simulate.model import make_facts
 from octavo.scheduler.simulate.world import Violation
 from octavo.wire.columns import pack_ints
-from octavo.wire.ids import SessionId
+from octavo.wire.ids import BootId, SessionId
 from octavo.wire.plan import FAULT_NONFINITE_LOGITS, NewRow, RowSampling, StepPlan, StepResult
 from octavo.wire.requests import (
     CancelRequest,
@@ -53,7 +53,7 @@ class Account:
         self.auditor = Auditor(SchedulerConfig(address="ipc:///unused", config_digest="d", **config), Counter())
         self.step = 0
         facts = make_facts(block_size=4, num_blocks=20, max_num_seqs=2, max_num_batched_tokens=8)
-        self.tell(WorkerReady(EPOCH, facts))
+        self.tell(WorkerReady(EPOCH, facts, BootId("w")))
 
     def tell(self, *events: Event, then: tuple[Instruction, ...] = (), now: float = 0.0) -> None:
         self.auditor.follow(list(events), list(then), now)
