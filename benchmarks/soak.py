@@ -1,14 +1,16 @@
 """Rounds of mixed traffic against a whole service, with an idle gap after each: what is left, and what grows.
 
-    python -m benchmarks.soak [--rounds 20] [--requests 500] [--cancels 0.3] [--out rows.jsonl] [--serve-args "…"]
+    python -m benchmarks.soak [--rounds 20] [--minutes M] [--requests 500] [--cancels 0.3] [--out F] [--serve-args "…"]
     python -m benchmarks.soak --cancels 1                       # every request is given up, at a random moment
+    python -m benchmarks.soak --cancels 1 --cut --kinds http-whole      # … by a connection that is cut, gRPC's as well
     python -m benchmarks.soak --address 127.0.0.1:50051 --http-port 8000       # a service that runs already
 
 Each request is of a random kind (a stream or a whole answer, over gRPC or HTTP, one choice or two, with or without stop
 strings and seeds). A share of them is given up at a random moment, before, within or after the answer: by a cancel, a
 deadline, or a connection that is cut. In each gap the service must hold nothing: no request, no row, every block free. Of
 each process resident memory, open files and threads are read there, and the slope over the rounds is told in units for a
-thousand requests, together with the 95 % interval of that slope: growth that the noise hides is not told from none.
+thousand requests, together with the 95 % interval of that slope: growth that the noise hides is not told from none. Before the
+first round prompts fill the worker's cache: its memory becomes resident where it is first written.
 
 Exits with 1 if anything was left in a gap, or an answer that was not given up came with an error.
 """
@@ -34,6 +36,7 @@ from typing import Any
 import grpc
 import psutil
 
+from benchmarks._line import Line
 from benchmarks._processes import end
 from benchmarks._record import record
 from benchmarks.served import free_port
@@ -47,6 +50,7 @@ KINDS = ("grpc-stream", "grpc-whole", "http-stream", "http-whole")
 START_TIMEOUT_S, IDLE_TIMEOUT_S, REQUEST_TIMEOUT_S = 180.0, 30.0, 120.0
 POLL_INTERVAL_S = 0.05
 WARM_ROUNDS = 2  # caches fill, and allocators take what they keep
+FILLED_SHARE, MAX_FILLERS = 0.95, 2000
 WORDS = ["rain", "stone", "river", "light", "window", "paper", "garden", "mountain", "letter", "silver"]
 
 
@@ -93,15 +97,17 @@ def draw_job(rng: random.Random, options: argparse.Namespace) -> Job:
 class Client:
     """Runs jobs at both doors."""
 
-    def __init__(self, address: str, http_port: int) -> None:
+    def __init__(self, address: str, http_port: int, cuts: bool) -> None:
+        self._address = address
         self._http_port = http_port
+        self._cuts = cuts
         self._channel = grpc.aio.insecure_channel(address)
-        self._stub: Any = rpc.GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub: Any = rpc.GenerationServiceStub(self._channel)
+        self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
 
     async def close(self) -> None:
         """Close the connection."""
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def run(self, job: Job) -> str:
         """Run a job; return how it ended: answered, given up, or an error's name."""
@@ -125,16 +131,43 @@ class Client:
             sampling=pb.SamplingParams(seed=job.seed, n=job.num_choices),
             stopping=pb.StoppingParams(max_tokens=job.max_tokens, stop_strings=job.stop),
         )
-        timeout = max(job.gives_up_after_s or 0, 0.001) if job.by_deadline else REQUEST_TIMEOUT_S
-        if job.kind == "grpc-whole":
-            await self._stub.Generate(pb.GenerateRequest(input=asked), timeout=timeout)
+        limit_s = max(job.gives_up_after_s or 0, 0.001) if job.by_deadline else REQUEST_TIMEOUT_S
+        if not self._cuts or job.gives_up_after_s is None:
+            await self._call(self._stub, job.kind, asked, limit_s)
             return
-        call = self._stub.GenerateStream(pb.GenerateStreamRequest(input=asked), timeout=timeout)
+        line = await Line.open(self._address)
+        try:
+            async with grpc.aio.insecure_channel(line.address) as channel:
+                stub: Any = rpc.GenerationServiceStub(channel)
+                asking = asyncio.ensure_future(self._call(stub, job.kind, asked, limit_s))
+                try:
+                    await asyncio.shield(asking)
+                finally:
+                    line.cut()  # before the call is cancelled: the service hears nothing but that
+                    await asyncio.wait([asking])
+                    _ = asking.cancelled() or asking.exception()  # known, if it ended by itself
+        finally:
+            line.cut()
+
+    async def _call(self, stub: Any, kind: str, asked: pb.GenerationInput, limit_s: float) -> None:
+        if kind == "grpc-whole":
+            await stub.Generate(pb.GenerateRequest(input=asked), timeout=limit_s)
+            return
+        call = stub.GenerateStream(pb.GenerateStreamRequest(input=asked), timeout=limit_s)
         try:
             async for _ in call:
                 pass
         finally:
             call.cancel()  # nothing, if it has ended
+
+    async def fill(self, rng: random.Random) -> None:
+        """Write every block of the worker's cache once."""
+        for _ in range(MAX_FILLERS):
+            of = (await self._admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=10)).scheduler
+            if of.cached_blocks >= FILLED_SHARE * of.total_blocks:
+                return
+            text = " ".join(str(rng.getrandbits(32)) for _ in range(40))
+            await self._call(self._stub, "grpc-whole", _filler(text), REQUEST_TIMEOUT_S)
 
     async def _http(self, job: Job) -> None:
         is_stream = job.kind == "http-stream"
@@ -171,6 +204,10 @@ class Client:
                     "threads": process.num_threads(),
                 }
         return gap
+
+
+def _filler(text: str) -> pb.GenerationInput:
+    return pb.GenerationInput(text=text, stopping=pb.StoppingParams(max_tokens=1))
 
 
 @contextmanager
@@ -216,12 +253,15 @@ def processes_of(top: psutil.Process) -> dict[str, psutil.Process]:
 async def soak(options: argparse.Namespace, address: str, http_port: int, top: psutil.Process) -> list[dict[str, Any]]:
     """Run all rounds; return the rows."""
     rng = random.Random(options.seed)
-    client = Client(address, http_port)
+    client = Client(address, http_port, options.cut)
+    await client.fill(rng)
     processes = processes_of(top)
     ends: Counter[str] = Counter()
     gaps: list[Gap] = []
     began = time.monotonic()
     for number in range(options.rounds):
+        if time.monotonic() - began > options.minutes * 60:
+            break
         jobs = iter([draw_job(rng, options) for _ in range(options.requests)])
 
         async def work(jobs: Iterator[Job] = jobs) -> None:
@@ -240,16 +280,24 @@ async def soak(options: argparse.Namespace, address: str, http_port: int, top: p
 def _rows(options: argparse.Namespace, gaps: list[Gap], ends: Counter[str], seconds: float) -> list[dict[str, Any]]:
     errors = {how: count for how, count in ends.items() if how.startswith("error")}
     what = {"requests": gaps[-1].num_requests, "cancel_share": options.cancels, "concurrency": options.concurrency}
-    what |= {"seed": options.seed, "rounds": options.rounds, "kinds": options.kinds}
+    what |= {"by": "cuts" if options.cut else "cancels, deadlines, cuts", "seed": options.seed}
+    what |= {
+        "mean_life_s": options.mean_life,
+        "max_tokens": options.max_tokens,
+        "rounds": len(gaps),
+        "kinds": options.kinds,
+    }
     rows: list[dict[str, Any]] = [
         what
         | {"metric": "soak_endings", "answered": ends["answered"], "given_up": ends["given up"]}
         | {"errors": sum(errors.values()), "error_texts": list(errors)[:5], "seconds": round(seconds, 1)}
         | {"gaps_with_leftovers": sum(bool(gap.left) for gap in gaps)}
     ]
-    steady = gaps[min(WARM_ROUNDS, len(gaps) - 1) :]
+    steady = gaps[WARM_ROUNDS:]
+    if len(steady) < 3:
+        return rows
     for name in gaps[-1].figures:
-        row: dict[str, Any] = {"metric": "soak_growth", "process": name}
+        row: dict[str, Any] = what | {"metric": "soak_growth", "process": name}
         for figure in ("rss", "files", "threads"):
             values = [gap.figures[name][figure] for gap in steady]
             slope, interval = slope_of([gap.num_requests / 1000 for gap in steady], values)
@@ -278,10 +326,12 @@ def main() -> None:
     parser.add_argument("--pid", type=int, help="of its `octavo serve`")
     parser.add_argument("--serve-args", default="", help="further flags of octavo serve, in one word")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after these no further round begins")
     parser.add_argument("--requests", type=int, default=500, help="of a round")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--cancels", type=float, default=0.3, help="share of the requests that are given up")
     parser.add_argument("--mean-life", type=float, default=0.3, help="seconds that those live on average")
+    parser.add_argument("--cut", action="store_true", help="give gRPC calls up by cutting a connection of their own")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seed", type=int, default=0)

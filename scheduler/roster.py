@@ -137,3 +137,6 @@ class Roster:
         self._deadlines.remove(request)
         self._suspects.forget(request)
         self._policy.on_ended(request)
+        # Each names the other: what has ended would stay until the collector finds it, which for what has lived a while
+        # is after thousands of requests. Outstanding plans name sequences, and these their request, a little longer.
+        request.sequences = []

@@ -1,20 +1,22 @@
 """Bounds that hold whatever callers, frontends and workers do: of queues, of overtaking, of what is believed."""
 
+import gc
 import math
 
 import msgspec
 import pytest
 
-from octavo.scheduler.events import RequestSubmitted, StepCompleted
+from octavo.scheduler.events import FrontendLost, RequestSubmitted, StepCompleted
 from octavo.scheduler.instructions import EmitOutput
 from octavo.scheduler.policy.fair import MAX_PASSED
+from octavo.scheduler.sequence import Request, Sequence
 from octavo.scheduler.simulate.model import make_facts
 from octavo.wire.columns import pack_floats, pack_ints
 from octavo.wire.errors import MalformedMessage
 from octavo.wire.ids import SessionId
 from octavo.wire.plan import RowLogprobs, StepResult
 from octavo.wire.prefix import KEY_BYTES, root_key
-from octavo.wire.requests import FailureCode
+from octavo.wire.requests import BeamParams, FailureCode
 from tests.support.core_by_hand import EPOCH, result, started
 from tests.support.core_driver import Client, CoreDriver, entries_of, make_config
 from tests.support.fake_frontend import make_submit
@@ -146,3 +148,39 @@ def test_only_log_probabilities_that_were_asked_for_are_told(asked: int, told: i
 def test_log_probabilities_that_are_no_numbers_do_not_get_past_the_decoder(logprob: float, top: list[float]) -> None:
     with pytest.raises(MalformedMessage):
         RowLogprobs(0, logprob, 1, pack_ints([3]), pack_floats(top))
+
+
+def parts_of_requests() -> list[object]:
+    return [item for item in gc.get_objects() if type(item) in (Request, Sequence)]
+
+
+def test_what_has_ended_is_freed_without_the_collector() -> None:
+    """F6: cycles that live a while are found after thousands of requests, which looks like growth and stops a step."""
+    facts = make_facts(num_blocks=33, block_size=4, max_model_len=80, max_num_seqs=8, max_num_batched_tokens=64)
+    driver = CoreDriver(facts, fault_rule=lambda ids, seed, choice: seed == 13)
+    driver.worker_ready()
+    gc.collect()
+    old = parts_of_requests()
+    gc.disable()
+    try:
+        driver.submit(range(9), 6, num_choices=3)
+        driver.submit(range(9), 4, num_choices=2, beams=BeamParams(3, 1.0, False))
+        driver.submit(range(5), 6, seed=13, is_faulty=True)
+        cancelled = [driver.submit(range(n), 30, num_choices=n % 2 + 1) for n in range(3, 7)]
+        cancelled += [driver.submit(range(5), 9, num_choices=2, beams=BeamParams(2, 1.0, False))]
+        driver.step()
+        for client in cancelled:
+            driver.cancel(client)
+        driver.lose_worker()
+        driver.worker_ready()
+        lost = driver.submit(range(7), 30, frontend=SessionId(9))
+        driver.step()
+        lost.is_gone = True
+        driver.tell(FrontendLost(SessionId(9)))
+        driver.drain()
+        assert driver.core.is_idle
+        driver.submit([1], 2, tenant=None)  # the last plan's record stays until the next one
+        driver.drain()
+        assert len(parts_of_requests()) - len(old) <= 2
+    finally:
+        gc.enable()
