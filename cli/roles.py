@@ -36,11 +36,13 @@ def frontend(
     ssl_keyfile: options.SslKeyfile = None,
     ssl_ca_certs: options.SslCaCerts = None,
     recovery_timeout: options.RecoveryTimeout = 120.0,
+    access_log: observing_options.AccessLog = False,
     vllm_metric_names: observing_options.VllmMetricNames = False,
     scheduler_address: options.SchedulerAddress = None,
     curve_keys: options.CurveKeys = None,
     otlp_traces_endpoint: options.OtlpTracesEndpoint = None,
     log_level: options.LogLevel = "info",
+    log_format: observing_options.LogFormat = "text",
     config: options.ConfigFile = None,
     reuse_port: options.ReusePort = False,
     health_port: options.HealthPort = None,
@@ -50,7 +52,7 @@ def frontend(
     exit_with_parent: options.ExitWithParent = None,
 ) -> None:
     """Run a frontend: gRPC and HTTP services, tokenizer, streams."""
-    _begin("frontend", log_level, exit_with_parent)
+    _begin("frontend", log_level, log_format, exit_with_parent, access_log)
     from octavo.cli import keys
     from octavo.frontend.config import FrontendConfig
     from octavo.frontend.main import run
@@ -108,11 +110,12 @@ def scheduler(
     live_socket: options.LiveSocket = "",
     otlp_traces_endpoint: options.OtlpTracesEndpoint = None,
     log_level: options.LogLevel = "info",
+    log_format: observing_options.LogFormat = "text",
     config: options.ConfigFile = None,
     exit_with_parent: options.ExitWithParent = None,
 ) -> None:
     """Run the scheduler: request queues, block tables, plans."""
-    _begin("scheduler", log_level, exit_with_parent)
+    _begin("scheduler", log_level, log_format, exit_with_parent)
     from octavo.scheduler.config import SchedulerConfig
     from octavo.scheduler.main import run
     from octavo.wire.model_digest import model_digest
@@ -174,11 +177,12 @@ def worker(
     live_socket: options.LiveSocket = "",
     otlp_traces_endpoint: options.OtlpTracesEndpoint = None,
     log_level: options.LogLevel = "info",
+    log_format: observing_options.LogFormat = "text",
     config: options.ConfigFile = None,
     exit_with_parent: options.ExitWithParent = None,
 ) -> None:
     """Run a worker: weights, KV cache, forward passes, sampling."""
-    _begin("worker", log_level, exit_with_parent)
+    _begin("worker", log_level, log_format, exit_with_parent)
     progress = Progress(step_timeout)
     with _watched("worker", progress, live_socket):  # what is imported here takes seconds, from a slow disk minutes
         from octavo.worker.config import WorkerConfig
@@ -231,8 +235,8 @@ def _watched(role: str, progress: Progress, path: str) -> LiveAnswers:
         raise ConfigurationError(f"cannot answer at --live-socket {path}: {error.strerror or error}") from error
 
 
-def _begin(role: str, log_level: str, parent_pid: int | None) -> None:
-    logs.configure(role, log_level)
+def _begin(role: str, log_level: str, log_format: str, parent_pid: int | None, access_log: bool = False) -> None:
+    logs.configure(role, log_level, log_format, access_log)
     try:
         failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
     except failpoints.FaultSpecError as error:

@@ -76,17 +76,19 @@ def serve(
     num_gpu_blocks_override: options.NumGpuBlocksOverride = None,
     kv_cache_memory_bytes: options.KvCacheMemoryBytes = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
+    access_log: observing_options.AccessLog = False,
     vllm_metric_names: observing_options.VllmMetricNames = False,
     stall_timeout: options.StallTimeout = STALL_TIMEOUT_S,
     scheduler_address: options.SchedulerAddress = None,
     curve_keys: options.CurveKeys = None,
     otlp_traces_endpoint: options.OtlpTracesEndpoint = None,
     log_level: options.LogLevel = "info",
+    log_format: observing_options.LogFormat = "text",
     config: options.ConfigFile = None,
 ) -> None:
     """Serve a model: frontends, scheduler, worker, kept alive."""
     started = time.monotonic()
-    logs.configure("serve", log_level)
+    logs.configure("serve", log_level, log_format)
     found = resolve(model)
     ports = _Ports(host, grpc_port, http_port, num_frontends)
     grpc_port, http_port = ports.grpc_port, ports.http_port
@@ -101,6 +103,7 @@ def serve(
         "scheduler-address": address,
         "curve-keys": curve_keys,
         "log-level": log_level,
+        "log-format": log_format,
         "otlp-traces-endpoint": otlp_traces_endpoint,
     }
     children = [
@@ -161,6 +164,7 @@ def serve(
                 "max-message-bytes": max_message_bytes,
                 "grace": grace,
                 "recovery-timeout": recovery_timeout,
+                "access-log": access_log,
                 "vllm-metric-names": vllm_metric_names,
                 "api-key-file": api_key_file,
                 "share-prefix-cache": share_prefix_cache,

@@ -9,6 +9,7 @@ from typing import TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
+from octavo.frontend.access_log import note_stream
 from octavo.frontend.bad_words import check_bad_words, with_bad_words
 from octavo.frontend.budget import ByteBudget
 from octavo.frontend.call_context import CallContext
@@ -232,7 +233,7 @@ class Calls:
 
         def work() -> tuple[Checked, Constraint | None]:
             prompt = resolve()
-            journal = Journal(prompt.call, model.digest, context.caller, tenant, grammar)
+            journal = Journal(prompt.call, model.digest, context.caller, tenant, grammar, context.request_id)
             if facts is not None:
                 journal.hash_prompt(facts)
             return Checked(journal, model, client, prompt.form), prompt.required_calls
@@ -291,6 +292,7 @@ class Calls:
             for timer in timers:
                 timer.cancel()
             meter.end()
+            note_stream(stream, context.arrived_at)
             client.release(stream)
             if stream.watcher is not None:
                 stream.watcher.end()

@@ -24,6 +24,7 @@ class Journal:
         caller: whom the request counts against.
         tenant: with whose requests alone this one shares its prefixes, '' for all that have none.
         grammar: what each choice must be, compiled; empty: anything.
+        request_id: the caller's name for the call, for logs.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Journal:
         caller: str = "",
         tenant: str = "",
         grammar: bytes = b"",
+        request_id: str = "",
     ) -> None:
         self.call = call
         self.outputs = [array("i") for _ in range(call.params.num_choices)]
@@ -43,6 +45,7 @@ class Journal:
         self._prefix_keys = b""
         self._keyed_block_size = 0  # of _prefix_keys; 0: there are none yet
         self._caller = caller
+        self._request_id = request_id
         self.grammar = grammar  # may be set until the request begins
         self.trace = ""  # traceparent of the span that tells of it; likewise
         self.is_started = False  # a plan has named it: from then on it must not be refused for load, replayed or not
@@ -98,4 +101,5 @@ class Journal:
             grammar=self.grammar,
             num_prompt_told=self.prompt.num_told if self.prompt is not None else 0,
             beams=call.params.beams,
+            request_id=self._request_id,
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 
+from octavo.frontend.access_log import end_call
 from octavo.frontend.metrics import Metrics
 from octavo.frontend.metrics_layout import GRPC_METHODS, OTHER
 from octavo.frontend.rpc import Context
@@ -59,6 +60,7 @@ class CallCounter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 raise
             finally:
                 self._metrics.count_call("grpc", method, code)
+                end_call("grpc", method, code)
 
         return counted
 

@@ -7,6 +7,7 @@ from typing import TypeAlias, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from octavo.frontend.access_log import begin_call
 from octavo.frontend.errors import InvalidArgument, ServiceError, abort, internal_error
 from octavo.frontend.large_messages import INLINE_BYTES, Unread, malformed
 from octavo.frontend.metadata import read_request_id
@@ -54,6 +55,7 @@ async def answer(context: Context, work: Callable[[], Awaitable[T]], request_id:
     """Echo the call's request id (read here unless given), do its work, and turn what goes wrong into its status."""
     if request_id is None:
         request_id = read_request_id(context.invocation_metadata())
+    begin_call(request_id)
     await context.send_initial_metadata((("x-request-id", request_id),))
     try:
         return await work()

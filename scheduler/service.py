@@ -147,6 +147,8 @@ class Service:
                     self._trace.result(event.result, now)
             elif isinstance(event, RequestSubmitted):
                 self.metrics.submitted(event.message)
+                if _log.isEnabledFor(logging.DEBUG):
+                    _log_submitted(event)
 
     def _perform(self, instructions: list[Instruction], now: float) -> None:
         failpoint("scheduler.after_compute")
@@ -227,3 +229,14 @@ class Service:
         elif worker is None and (lost := sessions.last_worker) is not None:
             found.append(ProcessInfo("worker", lost.pid, lost.boot_id, 0, "lost"))
         return found
+
+
+def _log_submitted(event: RequestSubmitted) -> None:
+    message, name = event.message, f"{event.frontend:x}-{event.message.handle}"
+    fields = {"request_id": message.request_id, "request": name, "session": f"{event.frontend:016x}"}
+    num_prompt, num_replayed = len(message.prompt_ids) // 4, sum(map(len, message.output_ids)) // 4
+    _log.debug(
+        "request %s is the call %s: prompt %d tokens, %d choices, %d ids known already",
+        *(name, message.request_id, num_prompt, message.num_choices, num_replayed),
+        extra={"fields": fields},
+    )

@@ -149,6 +149,10 @@ class WorkerLoop:
             self._peer.reset(str(error))
             return False
         self._last_step = plan.step
+        if plan.new_rows and logger.isEnabledFor(logging.DEBUG):
+            for new in plan.new_rows:
+                fields = {"request": new.request, "epoch": f"{plan.epoch:016x}"}
+                logger.debug("row %d is %s, choice %d", new.row, new.request, new.choice, extra={"fields": fields})
         if self._traces is not None:
             self._traces.launched(plan)
         return True

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from octavo.frontend.access_log import begin_call, end_call
 from octavo.frontend.budget import Share
 from octavo.frontend.call_context import CallContext
 from octavo.frontend.calls import Calls
@@ -66,11 +67,13 @@ class Endpoint:
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> int:
         call = HttpCall(self._calls, scope, receive, send)
+        begin_call(call.context.request_id)
         try:
             await self._answer(call)
         finally:
             if self._route is not None:
                 self._calls.metrics.count_call("http", self._route, str(call.status))
+                end_call("http", self._route, str(call.status))
         return call.status
 
     async def _answer(self, call: "HttpCall") -> None:

@@ -24,7 +24,21 @@ SMALL = (
     *("--device", "cpu", "--num-threads", "1", "--max-num-seqs", "16", "--max-num-batched-tokens", "512"),
     *("--num-gpu-blocks-override", "1025"),
 )
-OF_PROCESSES = {"model", "scheduler_address", "curve_keys", "log_level", "config", "exit_with_parent"}
+OF_PROCESSES = {
+    "model",
+    "scheduler_address",
+    "curve_keys",
+    "log_level",
+    "log_format",
+    "metrics_host",
+    "metrics_port",
+    "live_socket",
+    "otlp_traces_endpoint",
+    "step_timeout",
+    "served_model_name",
+    "config",
+    "exit_with_parent",
+}
 
 
 def run(*words: str) -> "subprocess.CompletedProcess[str]":

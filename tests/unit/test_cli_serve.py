@@ -65,7 +65,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ChildSpec]:
 
     monkeypatch.setenv("OCTAVO_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setattr(serve, "Supervisor", supervisor)
-    monkeypatch.setattr(logs, "configure", lambda role, level: None)
+    monkeypatch.setattr(logs, "configure", lambda role, level, log_format: None)
     monkeypatch.setattr(serve, "resolve", lambda name: Model(tmp_path, ("a", "b")))
     monkeypatch.setattr(serve, "check_port", lambda host, port: None)
     monkeypatch.setattr(serve, "_access", lambda keys, tls, host, port: Access("here:1"))
@@ -92,6 +92,7 @@ def test_every_flag_of_serve_reaches_a_child(tmp_path: Path, started: list[Child
         "share_prefix_cache",
         "enable_auto_tool_choice",
         "vllm_metric_names",
+        "access_log",
     }
     for switch in switches:
         flag = switch.replace("_", "-")

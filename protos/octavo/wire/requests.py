@@ -96,6 +96,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     )
     num_prompt_told: Int31 = 0  # replay: positions of the prompt whose log-probabilities have been received
     beams: BeamParams | None = None  # the choices are the best that a search finds; all come at its end, with no replay
+    request_id: Annotated[str, Meta(max_length=128)] = ""  # the caller's name for it, for logs alone
 
     def __post_init__(self) -> None:
         """Check what one field says against another.
