@@ -12,7 +12,9 @@ After each round of kills the load pauses and nothing may be left: no request, n
 
 The worker is `fake` (no torch, so that hundreds of kills take minutes) or `real`: the demo model on the reference backend,
 whose ids do not depend on what was recomputed. A pause is the longest time that a stream which ran at a kill then waited
-for a token; `resume` is when the first of these streams went on. The seed chooses victims, moments and requests.
+for a token; `resume` is when the first of these streams went on, `whole` when every process served again, and
+`beyond_whole` how long streams waited from then on (for their recomputation). The seed chooses victims, moments and requests.
+Ctrl-C ends a campaign after its present round.
 """
 
 import argparse
@@ -58,11 +60,12 @@ REAL_WORKER = (
 
 @dataclass(frozen=True)
 class Kill:
-    """One process that was killed: when, and when all was whole again."""
+    """One process that was killed: when, when all was whole again, and whether anybody waited for that."""
 
     name: str
     at: float
     whole: float
+    is_alone: bool
 
     @property
     def role(self) -> str:
@@ -78,6 +81,7 @@ class Found:
     outcomes: Counter[str] = field(default_factory=Counter)
     pauses: dict[str, list[float]] = field(default_factory=dict)
     resumes: dict[str, list[float]] = field(default_factory=dict)
+    beyond: dict[str, list[float]] = field(default_factory=dict)
     num_tokens: int = 0
     num_excused: int = 0
 
@@ -96,6 +100,8 @@ class Found:
             found = [gap for one in histories if (gap := _gap(one, kill, end)) is not None]
             if found:
                 self.pauses.setdefault(kill.role, []).extend(after - before for before, after in found)
+                if kill.is_alone:
+                    self.beyond.setdefault(kill.role, []).extend(max(0.0, after - kill.whole) for _, after in found)
                 self.resumes.setdefault(kill.role, []).append(min(after for _, after in found) - kill.at)
 
 
@@ -117,7 +123,7 @@ def _gap(history: History, kill: Kill, end: float) -> tuple[float, float] | None
     times = history.token_times
     if not times or not times[0] < kill.at < times[-1] or "stream" not in history.door:
         return None
-    if kill.role == "frontend" and kill.name != f"frontend-{history.frontend}":
+    if kill.role == "frontend":  # its own streams end, others do not wait
         return None
     first = bisect_left(times, kill.at) - 1
     pairs = [(a, b) for a, b in zip(times[first:], times[first + 1 :]) if a < min(kill.at + 0.25, end) and b < end]
@@ -136,6 +142,7 @@ class Campaign:
         frontends = range(len(cluster.targets))
         self._load = Load(client, asks, args.streams, frontends, seed=args.seed, cancel_share=0.1)
         self._expected: dict[Ask, Expected] = {}
+        self._is_interrupted = False
 
     async def run(self) -> None:
         """Kill as often as was asked for, in rounds."""
@@ -145,7 +152,8 @@ class Campaign:
             self._check_expected()
         self._client.histories.clear()
         left = self._args.kills
-        while left:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
+        while left and not self._is_interrupted:
             number = min(left, self._args.round)
             left -= number
             await self._round(number)
@@ -155,6 +163,10 @@ class Campaign:
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _interrupt(self) -> None:
+        """End after the round that is under way; what was found until then is told."""
+        self._is_interrupted = True
 
     async def _round(self, number: int) -> None:
         self._load.seed += 1000
@@ -177,9 +189,10 @@ class Campaign:
             await asyncio.to_thread(self._cluster.signal, name, signal.SIGSTOP)
             await asyncio.sleep(draw.uniform(0.01, 1.0))
         await asyncio.to_thread(self._cluster.kill, name)
-        if not follows or name.startswith("frontend"):  # a second death of one that begins tells clients nothing new
+        # What a frontend refuses is excused until all is whole: the next death must not come before.
+        if is_alone := not follows or name.startswith("frontend"):
             await asyncio.to_thread(self._cluster.wait_until_whole)
-        return Kill(name, began, time.monotonic())
+        return Kill(name, began, time.monotonic(), is_alone)
 
     async def _load_runs(self, num_tokens: int) -> None:
         """Let the load run for so many tokens, however fast the machine is."""
@@ -257,11 +270,12 @@ def make_row(args: argparse.Namespace, found: Found, cluster: Cluster, seconds: 
         "files_open": {name: process.num_fds() for name, process in cluster.processes().items()},
     }
     for role in sorted({kill.role for kill in found.kills}):
-        whole = [kill.whole - kill.at for kill in found.kills if kill.role == role]
+        whole = [kill.whole - kill.at for kill in found.kills if kill.role == role and kill.is_alone]
         row[f"of_{role}"] = {
             **_figures("pause_s", found.pauses.get(role, []), (50, 99)),
             **_figures("resume_s", found.resumes.get(role, []), (50, 99)),
             **_figures("whole_s", whole, (50,)),
+            **_figures("beyond_whole_s", found.beyond.get(role, []), (50, 99)),
         }
     return row
 

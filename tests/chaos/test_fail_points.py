@@ -33,6 +33,12 @@ async def chaos() -> AsyncIterator[Chaos]:
             yield one
 
 
+@pytest.fixture(autouse=True)
+def histories_of_this_test_alone(chaos: Chaos) -> None:
+    """One that failed may have left some."""
+    chaos.client.histories = []
+
+
 async def begin_faulted(chaos: Chaos, role: str, fault: str) -> int:
     """Begin a life with a fault; return its process id."""
     return await asyncio.to_thread(chaos.cluster.begin_anew, role, {VARIABLE: fault})
@@ -71,8 +77,11 @@ async def test_a_frontend_killed_at_a_step_boundary(chaos: Chaos, seed: int, pla
     """F41: its own requests end UNAVAILABLE at a token that is right; those of the other frontend are whole."""
     chaos.seed = seed
     pid = await begin_faulted(chaos, "frontend-1", f"frontend.{place}:kill@20")
-    await chaos.load().once()
+    load = chaos.load()
+    load.start()  # and goes on: while it loads, a frontend refuses what comes
     assert (await asyncio.to_thread(chaos.cluster.wait_for_end, pid)).code == -signal.SIGKILL
+    await asyncio.to_thread(chaos.cluster.wait_until_whole)
+    await load.stop()
     await chaos.judge(lambda history: {UNAVAILABLE, "TRUNCATED"} if history.frontend == 1 else ())
 
 

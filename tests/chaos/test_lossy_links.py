@@ -103,7 +103,7 @@ def test_the_proxy_does_what_it_says(folder: Path, fault: str, monkeypatch: pyte
         proxy.is_faulty = False
         peer.send(b"good")
         found = [scheduler.recv_multipart()[1]]
-        while found[-1] != b"good" or (fault == "late" and len(found) < 2):
+        while b"good" not in found or (fault == "late" and len(found) < 2):
             found.append(scheduler.recv_multipart()[1])
         wanted = {"duplicate": [b"faulty", b"faulty", b"good"], "drop": [b"good"]}
         assert found == wanted.get(fault, found)
