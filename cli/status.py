@@ -133,6 +133,8 @@ def _show(answer: admin_pb2.GetStatusResponse) -> None:
         )
         if held.scheduling_policy:
             console.print(f"policy: {held.scheduling_policy}; at most {held.max_num_seqs} sequences run at once")
+        if held.HasField("limits"):
+            console.print(_limits_line(held))
         if held.waiting_reason:
             console.print(f"next waits for: {held.waiting_reason}", markup=False)
         console.print(f"prefix cache: {_cache_line(held)}")
@@ -140,6 +142,21 @@ def _show(answer: admin_pb2.GetStatusResponse) -> None:
             console.print(
                 f"[bold]the scheduler's state contradicted itself {held.failed_checks} times[/bold]: see its log"
             )
+
+
+def _limits_line(held: admin_pb2.SchedulerStatus) -> str:
+    """Say how much may wait, of all callers and of each."""
+    limits = held.limits
+    line = (
+        f"queue: {held.waiting_tokens} tokens; at most {limits.max_waiting_requests} requests, "
+        f"{limits.max_waiting_tokens} tokens"
+    )
+    of_each = []
+    if limits.max_requests_per_caller:
+        of_each.append(f"{limits.max_requests_per_caller} requests")
+    if limits.max_waiting_tokens_per_caller:
+        of_each.append(f"{limits.max_waiting_tokens_per_caller} waiting tokens")
+    return f"{line}; of each caller {', '.join(of_each) if of_each else 'no limit'}"
 
 
 def _cache_line(held: admin_pb2.SchedulerStatus) -> str:

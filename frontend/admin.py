@@ -209,3 +209,8 @@ def _add_report(response: admin_pb2.GetStatusResponse, report: StatusReport) -> 
     scheduler.recomputed_tokens = report.recomputed_tokens
     scheduler.failed_checks = report.failed_checks
     scheduler.waiting_reason = report.waiting_reason
+    scheduler.waiting_tokens = report.waiting_tokens
+    if (limits := report.limits) is not None:
+        for name in limits.__struct_fields__:
+            setattr(scheduler.limits, name, getattr(limits, name))
+        scheduler.limits.SetInParent()

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2
@@ -17,6 +18,7 @@ from octavo.wire.requests import (
     CancelRequest,
     FinishReason,
     ProcessInfo,
+    QueueLimits,
     StatusReport,
     StatusRequest,
     StepOutput,
@@ -217,7 +219,9 @@ async def test_status(service: Service, scheduler: ScriptedScheduler) -> None:
         ProcessInfo("scheduler", 7, "5c4ed0000000b001", 0, "ready"),
         ProcessInfo("frontend", 8, client.boot_id, client.epoch, "ready"),
     )
-    scheduler.send(StatusReport(asked.tag_id, processes, 1, 2, 64, 60, 16, 99, 3, 40, 1000, 250, 17, 1))
+    limits = QueueLimits(1024, 5000, 8, 900)
+    report = StatusReport(asked.tag_id, processes, 1, 2, 64, 60, 16, 99, 3, 40, 1000, 250, 17, 1)
+    scheduler.send(msgspec.structs.replace(report, limits=limits, waiting_tokens=70))
     status = await call
     assert (status.ready, list(status.models), status.max_model_len) == (True, ["tiny", "alias"], 256)
     assert [process.role for process in status.processes] == ["scheduler", "frontend"]
@@ -226,6 +230,9 @@ async def test_status(service: Service, scheduler: ScriptedScheduler) -> None:
     assert (held.block_size, held.steps, held.preemptions) == (16, 99, 3)
     assert (held.cached_blocks, held.prompt_tokens, held.cached_prompt_tokens) == (40, 1000, 250)
     assert (held.recomputed_tokens, held.failed_checks) == (17, 1)
+    told = held.limits
+    assert (told.max_waiting_requests, told.max_waiting_tokens, held.waiting_tokens) == (1024, 5000, 70)
+    assert (told.max_requests_per_caller, told.max_waiting_tokens_per_caller) == (8, 900)
 
 
 async def test_status_does_not_wait_for_ever(tiny_model: Path, scheduler: ScriptedScheduler, address: str) -> None:

@@ -149,6 +149,7 @@ def test_status_shows_the_hit_rate(service: FakeService) -> None:
 
 
 def test_status_as_json_has_every_field(service: FakeService) -> None:
+    service.status.scheduler.limits.max_waiting_requests = 1024
     service.status.scheduler.cached_prompt_tokens = 5
     held = json.loads(run(service, "status", "--json").output)["scheduler"]
     assert set(held) == {field.name for field in admin_pb2.SchedulerStatus.DESCRIPTOR.fields}
@@ -185,6 +186,17 @@ def test_status_says_what_is_off_and_who_is_first(service: FakeService) -> None:
     assert "policy: fair; at most 48 sequences run at once\n" in shown
     assert "prefix cache: off\n" in shown
     assert "0.0 %" not in shown
+
+
+def test_status_says_how_much_may_wait(service: FakeService) -> None:
+    held = service.status.scheduler
+    held.waiting_tokens, held.limits.max_waiting_requests, held.limits.max_waiting_tokens = 70, 1024, 5000
+    assert (
+        "queue: 70 tokens; at most 1024 requests, 5000 tokens; of each caller no limit\n"
+        in run(service, "status").output
+    )
+    held.limits.max_requests_per_caller, held.limits.max_waiting_tokens_per_caller = 8, 900
+    assert "of each caller 8 requests, 900 waiting tokens\n" in run(service, "status").output
 
 
 def test_epochs_have_all_their_digits(service: FakeService) -> None:

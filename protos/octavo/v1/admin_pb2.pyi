@@ -235,6 +235,8 @@ class SchedulerStatus(_message.Message):
     SCHEDULING_POLICY_FIELD_NUMBER: _builtins.int
     PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     """Requests that have rows."""
     waiting_requests: _builtins.int
@@ -267,6 +269,12 @@ class SchedulerStatus(_message.Message):
     """Whether prefixes are cached."""
     max_num_seqs: _builtins.int
     """Most sequences that run at once."""
+    waiting_tokens: _builtins.int
+    """Prompt tokens, times choices, of requests that wait for their first step."""
+    @_builtins.property
+    def limits(self) -> Global___QueueLimits:
+        """Bounds of the queue and of each caller; unset where the scheduler does not tell them."""
+
     def __init__(
         self,
         *,
@@ -286,14 +294,52 @@ class SchedulerStatus(_message.Message):
         scheduling_policy: _builtins.str = ...,
         prefix_caching: _builtins.bool = ...,
         max_num_seqs: _builtins.int = ...,
+        waiting_tokens: _builtins.int = ...,
+        limits: Global___QueueLimits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "failed_checks", b"failed_checks", "free_blocks", b"free_blocks", "max_num_seqs", b"max_num_seqs", "preemptions", b"preemptions", "prefix_caching", b"prefix_caching", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "running_requests", b"running_requests", "scheduling_policy", b"scheduling_policy", "steps", b"steps", "total_blocks", b"total_blocks", "waiting_reason", b"waiting_reason", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "failed_checks", b"failed_checks", "free_blocks", b"free_blocks", "limits", b"limits", "max_num_seqs", b"max_num_seqs", "preemptions", b"preemptions", "prefix_caching", b"prefix_caching", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "running_requests", b"running_requests", "scheduling_policy", b"scheduling_policy", "steps", b"steps", "total_blocks", b"total_blocks", "waiting_reason", b"waiting_reason", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SchedulerStatus: _TypeAlias = SchedulerStatus  # noqa: Y015
+
+@_typing.final
+class QueueLimits(_message.Message):
+    """QueueLimits are the bounds of the scheduler's queue. A request beyond one is RESOURCE_EXHAUSTED."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
+    MAX_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_REQUESTS_PER_CALLER_FIELD_NUMBER: _builtins.int
+    MAX_WAITING_TOKENS_PER_CALLER_FIELD_NUMBER: _builtins.int
+    max_waiting_requests: _builtins.int
+    """Requests that may wait for their first step."""
+    max_waiting_tokens: _builtins.int
+    """Prompt tokens, times choices, of these; a single request may exceed it when none waits."""
+    max_requests_per_caller: _builtins.int
+    """Requests that one caller may have at once, running or waiting; 0: no limit."""
+    max_waiting_tokens_per_caller: _builtins.int
+    """Prompt tokens, times choices, of one caller's requests that wait; a single request may exceed it when none of the
+    caller's waits; 0: no limit but the queue's.
+    """
+    def __init__(
+        self,
+        *,
+        max_waiting_requests: _builtins.int = ...,
+        max_waiting_tokens: _builtins.int = ...,
+        max_requests_per_caller: _builtins.int = ...,
+        max_waiting_tokens_per_caller: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_requests_per_caller", b"max_requests_per_caller", "max_waiting_requests", b"max_waiting_requests", "max_waiting_tokens", b"max_waiting_tokens", "max_waiting_tokens_per_caller", b"max_waiting_tokens_per_caller"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueLimits: _TypeAlias = QueueLimits  # noqa: Y015
 
 @_typing.final
 class ResetPrefixCacheRequest(_message.Message):
