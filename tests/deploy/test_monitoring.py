@@ -1,33 +1,27 @@
 """The Grafana board shows what there is, from the source that is provisioned."""
 
 import json
-import os
 import re
-from array import array
 from pathlib import Path
 from typing import Any
 
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
-
-from octavo.frontend.metrics_layout import LAYOUT
-from octavo.frontend.metrics_text import render
-from octavo.wire.requests import ProcessInfo, StatusReport
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BOARD: dict[str, Any] = json.loads((DEPLOY / "grafana" / "dashboards" / "octavo.json").read_text())
-REPORT = StatusReport(1, (ProcessInfo("frontend", 7, "b", 1, "ready"),), 3, 4, 64, 48, 16, 9, 2, 5, 100, 30)
+DOCS = (DEPLOY.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
 
 
 def known_metrics() -> dict[str, set[str]]:
-    """Return the labels of every metric, by the name of its samples."""
-    cells = array("d", [1.0] * LAYOUT.num_cells)
-    cells[LAYOUT.PID] = os.getpid()
-    text = render({"frontend": cells}, REPORT, "tiny")[0].decode()
+    """Return the labels of every metric, by the name of its samples, as docs/metrics.md has them."""
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
+    for name, kind, words in re.findall(r"^\| `(octavo_\w+)` \| (counter|gauge|histogram) \| (.*) \|$", DOCS, re.M):
+        by = re.search(r"By ((?:`\w+`(?:, )?)+)\.$", words)
+        labels = {"model_name", *(re.findall(r"`(\w+)`", by[1]) if by else ())}
+        if kind == "histogram":
+            found |= {f"{name}_bucket": labels | {"le"}, f"{name}_sum": labels, f"{name}_count": labels}
+        else:
+            found[name] = labels
     return found
 
 
@@ -54,6 +48,7 @@ def test_the_board_shows_what_it_promises() -> None:
         "prefix_cache_hits_total",
         "num_preemptions_total",
         "process_start_time_seconds",
+        "scheduler_sessions_begun_total",
     ):
         assert f"octavo_{name}" in text
 
