@@ -24,6 +24,8 @@ from octavo.wire.columns import pack_ints
 from octavo.wire.errors import AddressInUse
 from octavo.wire.handshake import PROTOCOL_VERSION, Goodbye, Heartbeat, ServiceFacts, WorkerState
 from octavo.wire.ids import BootId
+from octavo.wire.metrics_catalogue import SCHEDULER
+from octavo.wire.metrics_text import cells_of
 from octavo.wire.peer import PeerRefused, SessionBegan, SessionEnded, Waiting
 from octavo.wire.plan import StepResult
 from octavo.wire.prefix import prompt_keys, root_key
@@ -157,6 +159,16 @@ def test_a_worker_too_small_for_the_configuration_is_refused(address: str) -> No
     expected = pytest.raises(PeerRefused, match="max_model_len 500 needs 32 blocks of 16 tokens, the pool has 10")
     with LoopThread(config), FakeWorker(address, DIGEST, make_facts(num_blocks=11)) as worker, expected:
         worker.wait_until(lambda: False)
+
+
+def test_any_thread_can_have_a_report_of_the_loop(loop: Loop, frontend: FakeFrontend) -> None:
+    report = loop.ask_report()
+    assert report is not None
+    cells = cells_of(report.row, SCHEDULER)
+    assert cells is not None
+    assert [cells[SCHEDULER.begun.cell(role)] for role in ("frontend", "worker")] == [1, 1]
+    assert cells[SCHEDULER.frontends.first] == 1
+    assert report.processes[0].sample is not None
 
 
 def test_one_frontend_too_many_waits(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
