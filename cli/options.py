@@ -296,9 +296,13 @@ MaxPreemptions = Annotated[
     ),
 ]
 StepTimeout = Annotated[
-    float,
+    float | None,
     option(
-        "--step-timeout", _LIMITS, "Seconds without a finished step until a worker is lost.", callback=_positive(float)
+        "--step-timeout",
+        _LIMITS,
+        "Seconds without a finished step until a worker is lost (default: 60 on a GPU, 300 on a CPU).",
+        callback=_positive(float),
+        show_default=False,
     ),
 ]
 RecoveryTimeout = Annotated[

@@ -98,7 +98,7 @@ def scheduler(
     max_requests_per_caller: options.MaxRequestsPerCaller = 0,
     max_waiting_tokens_per_caller: options.MaxWaitingTokensPerCaller = 0,
     max_preemptions: options.MaxPreemptions = 3,
-    step_timeout: options.StepTimeout = 300.0,
+    step_timeout: options.StepTimeout = None,
     recovery_timeout: options.RecoveryTimeout = 120.0,
     trace_plans: options.TracePlans = None,
     enable_prefix_caching: options.EnablePrefixCaching = True,
@@ -168,7 +168,7 @@ def worker(
     kv_cache_dtype: options.KvCacheDtype = "auto",
     num_threads: options.NumThreads = None,
     seed: options.Seed = 0,
-    step_timeout: options.StepTimeout = 300.0,
+    step_timeout: options.StepTimeout = None,
     served_model_name: options.ServedModelName = None,
     metrics_host: observing_options.MetricsHost = "127.0.0.1",
     metrics_port: observing_options.MetricsPort = None,
@@ -183,7 +183,7 @@ def worker(
 ) -> None:
     """Run a worker: weights, KV cache, forward passes, sampling."""
     _begin("worker", log_level, log_format, exit_with_parent)
-    progress = Progress(step_timeout)
+    progress = Progress()
     with _watched("worker", progress, live_socket):  # what is imported here takes seconds, from a slow disk minutes
         from octavo.worker.config import WorkerConfig
         from octavo.worker.main import run
@@ -214,6 +214,7 @@ def worker(
                 metrics_host=metrics_host,
                 metrics_port=metrics_port,
                 otlp_traces_endpoint=otlp_traces_endpoint,
+                step_timeout_s=step_timeout,
             ),
             progress,
         )

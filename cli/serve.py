@@ -67,7 +67,7 @@ def serve(
     max_requests_per_caller: options.MaxRequestsPerCaller = 0,
     max_waiting_tokens_per_caller: options.MaxWaitingTokensPerCaller = 0,
     max_preemptions: options.MaxPreemptions = 3,
-    step_timeout: options.StepTimeout = 300.0,
+    step_timeout: options.StepTimeout = None,
     recovery_timeout: options.RecoveryTimeout = 120.0,
     trace_plans: options.TracePlans = None,
     enable_prefix_caching: options.EnablePrefixCaching = True,

@@ -6,6 +6,7 @@ from pathlib import Path
 from octavo.frontend.auth import Authenticator
 from octavo.frontend.tls import TlsFiles
 from octavo.frontend.tools.detect import AUTO, REASONING_PARSERS, TOOL_PARSERS
+from octavo.wire.requests import MAX_REQUESTS_OF_FRONTEND
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class FrontendConfig:
     max_logit_bias: int = 1024
     max_allowed_token_ids: int = 65536
     max_messages: int = 4096
-    max_streams: int = 4096
+    max_streams: int = MAX_REQUESTS_OF_FRONTEND
     max_unsent_tokens: int = 8192
     grace_s: float = 30.0
     recovery_timeout_s: float = 120.0
@@ -110,6 +111,8 @@ class FrontendConfig:
         for name, known in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(known)}")
+        if self.max_streams > MAX_REQUESTS_OF_FRONTEND:
+            raise ValueError(f"max_streams is {self.max_streams}: it must be at most {MAX_REQUESTS_OF_FRONTEND}")
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be positive")

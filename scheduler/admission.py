@@ -141,11 +141,7 @@ def _key_error(message: SubmitRequest, limits: Limits) -> str | None:
 
 def _queue_error(message: SubmitRequest, limits: Limits, config: SchedulerConfig, requests: RequestTable) -> str | None:
     if message.output_ids:
-        # It was admitted before. What an earlier scheduler held at most is the bound, not what this one lets wait.
-        most = config.max_waiting_requests + limits.max_num_seqs
-        if requests.num_unstarted_replays >= most:
-            return f"{requests.num_unstarted_replays} replayed requests wait, the limit is {most}"
-        return None
+        return None  # it has started before; a frontend has MAX_REQUESTS_OF_FRONTEND at most
     if requests.num_unstarted >= config.max_waiting_requests:
         return f"{requests.num_unstarted} requests wait, the limit is {config.max_waiting_requests}"
     num_tokens = _num_queued_tokens(message)

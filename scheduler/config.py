@@ -5,6 +5,7 @@ from pathlib import Path
 
 from octavo.scheduler.policy import POLICIES
 from octavo.wire.handshake import ServiceFacts, WorkerFacts
+from octavo.wire.step_timeout import step_timeout_s
 
 
 class ConfigConflict(ValueError):
@@ -49,8 +50,9 @@ class SchedulerConfig:
     """Prompt tokens, times choices, of one caller's requests that wait; a single request may exceed it when none of the
     caller's waits. 0: no limit but the queue's."""
     max_frontends: int = 64
-    step_timeout_s: float = 300.0
-    """Without a finished step for so long while plans are outstanding, the worker counts as lost."""
+    step_timeout_s: float | None = None
+    """Without a finished step for so long while plans are outstanding, the worker counts as lost; None: 60 s on a GPU, 300 s
+    on a CPU."""
     recovery_timeout_s: float = 120.0
     """Without a worker for so long, requests fail with UNAVAILABLE."""
     curve_keys: Path | None = None
@@ -106,6 +108,7 @@ class Limits:
     """Most tokens of one sequence in one step."""
     scheduling_policy: str
     prefix_caching: bool
+    step_timeout_s: float
 
     @property
     def num_pool_tokens(self) -> int:
@@ -162,6 +165,7 @@ def resolve_limits(config: SchedulerConfig, facts: WorkerFacts) -> Limits:
         max_chunk_tokens=config.long_prefill_token_threshold or max_num_batched_tokens,
         scheduling_policy=config.scheduling_policy,
         prefix_caching=config.enable_prefix_caching,
+        step_timeout_s=step_timeout_s(config.step_timeout_s, facts.device),
     )
 
 

@@ -42,6 +42,7 @@ from octavo.wire.columns import unpack_ints
 from octavo.wire.ids import SessionId
 from octavo.wire.plan import RowLogprobs, StepResult
 from octavo.wire.requests import (
+    MAX_REQUESTS_OF_FRONTEND,
     FailureCode,
     FinishReason,
     PrefixCacheReset,
@@ -140,8 +141,9 @@ class Scheduler:
 
     @property
     def _step_timeout_at(self) -> float | None:
-        since = self._worker.pipeline.waiting_since if self._worker else None
-        return None if since is None else since + self._config.step_timeout_s
+        if (worker := self._worker) is None or (since := worker.pipeline.waiting_since) is None:
+            return None
+        return since + worker.planner.limits.step_timeout_s
 
     @property
     def _recovery_timeout_at(self) -> float | None:
@@ -154,7 +156,8 @@ class Scheduler:
             self._roster.fail(request, FailureCode.DEADLINE, "the deadline has passed")
         # A result that has come is progress, even if this process was kept from seeing it until now.
         if self._worker is not None and not has_result and (due := self._step_timeout_at) is not None and due <= now:
-            self._give_up_worker(f"no step finished for {self._config.step_timeout_s:g} s", now, "step_timeout")
+            limit_s = self._worker.planner.limits.step_timeout_s
+            self._give_up_worker(f"no step finished for {limit_s:g} s", now, "step_timeout")
         if (due := self._recovery_timeout_at) is not None and due <= now:
             for request in list(self._requests):
                 self._roster.fail(request, FailureCode.UNAVAILABLE, self._no_worker_reason, RETRY_AFTER_S)
@@ -193,6 +196,11 @@ class Scheduler:
     def _on_submitted(self, frontend: SessionId, message: SubmitRequest, now: float) -> None:
         if self._requests.find(frontend, message.handle) is not None:
             self._endings.append(EndFrontendSession(frontend, f"handle {message.handle} is in use already"))
+            self._on_frontend_lost(frontend)
+            return
+        if self._requests.num_of_frontend(frontend) >= MAX_REQUESTS_OF_FRONTEND:
+            reason = f"more than {MAX_REQUESTS_OF_FRONTEND} requests at a time"
+            self._endings.append(EndFrontendSession(frontend, reason))
             self._on_frontend_lost(frontend)
             return
         if self._limits is None or self._recovery_is_over(now):

@@ -41,6 +41,10 @@ class RequestTable:
         """Return a frontend's live requests."""
         return list(self._by_frontend.get(frontend, {}).values())
 
+    def num_of_frontend(self, frontend: SessionId) -> int:
+        """Return how many live requests a frontend has."""
+        return len(self._by_frontend.get(frontend, ()))
+
     def num_of_caller(self, caller: str) -> int:
         """Return how many live requests a caller has."""
         return self._num_of_caller[caller]

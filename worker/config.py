@@ -31,6 +31,7 @@ class WorkerConfig:
     num_threads: int | None = None  # None: torch's default
     seed: int = 0  # of dummy weights
     otlp_traces_endpoint: str | None = None  # collector that is told of rows in spans; None: nobody is
+    step_timeout_s: float | None = None  # how long the loop may stand still; None: what suits the device
     model_name: str = ""  # what the label model_name of metrics says
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None  # where this process alone answers GET /metrics; None: nowhere

@@ -18,6 +18,7 @@ from octavo.wire.live import Progress
 from octavo.wire.model_digest import model_digest
 from octavo.wire.peer import Peer, PeerRefused
 from octavo.wire.signals import StopSignal
+from octavo.wire.step_timeout import step_timeout_s
 from octavo.wire.tracing import TracingError, start_tracing
 from octavo.worker.config import WorkerConfig
 from octavo.worker.errors import DeviceHung, StartError
@@ -87,6 +88,7 @@ def _serve(
         peer.reset("the model is loaded")  # so that the next Hello, with the facts, goes out at once
         metrics = WorkerMetrics(loaded.sizes, loaded.held, lambda: (peer.num_dropped, peer.channel.num_malformed))
         traces = RowTraces(tracing, loaded.facts) if tracing is not None else None
+        progress.serve(step_timeout_s(config.step_timeout_s, loaded.facts.device))
         with _metrics_served(config, metrics):
             WorkerLoop(peer, loaded.runner, stop, progress, traces, metrics).run()
         if traces is not None:

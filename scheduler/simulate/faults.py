@@ -91,7 +91,7 @@ class Troublemaker:
         workers = [worker for worker in self._service.workers if worker.is_alive]
         if not workers:
             return
-        self._random.choice(workers).hang_s = self._random.uniform(0.5, 2.5) * self.scenario.config.step_timeout_s
+        self._random.choice(workers).hang_s = self._random.uniform(0.5, 2.5) * self.scenario.step_timeout_s
         if self._random.random() < 0.4:
             # Whoever watches it has lost patience before the scheduler has.
             self._world.after(self._random.uniform(0.1, 10.0), self._service.start_worker)

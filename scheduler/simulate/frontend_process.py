@@ -21,7 +21,6 @@ from octavo.wire.requests import (
     CancelRequest,
     ChoiceFinished,
     ChoiceLogprobs,
-    FailureCode,
     FinishChoice,
     FinishReason,
     PrefixCacheReset,
@@ -377,7 +376,6 @@ class SimFrontend(Process):
         objection = job.objection(event, self._limits, self.world.now, is_deadly_world=self._is_deadly_world)
         if objection is not None:
             raise Violation(f"job {job.handle} failed with {event}: {objection}")
-        self.world.stats["replays refused"] += event.code is FailureCode.QUEUE_FULL and job.is_replay
         self._end(job, f"failed {event.code.name}")
 
     def _take_answer(self, tag: int) -> None:

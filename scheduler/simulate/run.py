@@ -136,7 +136,7 @@ class _Round:
         work = service.work
         most_steps = world.num_steps + 20 * work + 200
         # Broken sessions are found by silence, hanging workers by the step timeout.
-        limit_s = 120.0 + 6 * self._scenario.config.step_timeout_s + 20 * work * self._scenario.compute_s
+        limit_s = 120.0 + 6 * self._scenario.step_timeout_s + 20 * work * self._scenario.compute_s
         self._until(lambda: service.num_jobs == 0 or world.num_steps > most_steps, limit_s, "jobs do not end")
         if service.num_jobs:
             raise Violation(f"{service.num_jobs} jobs need more than {most_steps} steps")
@@ -146,7 +146,7 @@ class _Round:
         world, service = self._world, self._service
         self._pause(3.0)
         self._until(lambda: all(f.peer.session_id for f in service.frontends), 60.0, "frontends get no session")
-        self._until(self._has_worker, 60.0 + self._scenario.config.step_timeout_s * 4, "the worker gets no session")
+        self._until(self._has_worker, 60.0 + self._scenario.step_timeout_s * 4, "the worker gets no session")
         for frontend in service.frontends:
             job = _make_probe()
             frontend.submit(job)

@@ -7,6 +7,7 @@ from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.simulate.links import Weather
 from octavo.scheduler.simulate.model import make_facts
 from octavo.wire.handshake import WorkerFacts
+from octavo.wire.step_timeout import step_timeout_s
 
 DIGEST = "simulated model"
 VOCAB_SIZE = 50
@@ -89,6 +90,11 @@ class Scenario:
     weather: Weather
     troubles: Troubles
     traffic: Traffic
+
+    @property
+    def step_timeout_s(self) -> float:
+        """After which a worker that hangs is lost."""
+        return step_timeout_s(self.config.step_timeout_s, self.facts.device)
 
 
 def draw_scenario(random: Random) -> Scenario:

@@ -196,6 +196,8 @@ class Job:
             case FailureCode.DEADLINE:
                 is_over = self.deadline_s is not None and now >= self.submitted_at + self.deadline_s
                 return None if is_over else "its time is not over"
+            case FailureCode.QUEUE_FULL | FailureCode.CALLER_LIMIT if self.is_replay:
+                return "it has started before"
             case FailureCode.QUEUE_FULL | FailureCode.CALLER_LIMIT | FailureCode.UNAVAILABLE:
                 return None if event.retry_after_s > 0 or "smaller" in event.message else "when to come back?"
 

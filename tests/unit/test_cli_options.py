@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> Path:
 def configure(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Return a function that runs a role and returns the configuration that the process would start with."""
     monkeypatch.setenv("OCTAVO_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setattr(logs, "configure", lambda role, level: None)
+    monkeypatch.setattr(logs, "configure", lambda *_: None)
 
     def run(role: str, *arguments: str, environment: dict[str, str] | None = None) -> Any:
         seen: list[Any] = []

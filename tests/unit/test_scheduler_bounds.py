@@ -1,13 +1,15 @@
 """Bounds that hold whatever callers, frontends and workers do: of queues, of overtaking, of what is believed."""
 
+import dataclasses
 import gc
 import math
 
 import msgspec
 import pytest
 
+from octavo.scheduler.config import resolve_limits
 from octavo.scheduler.events import FrontendLost, RequestSubmitted, StepCompleted
-from octavo.scheduler.instructions import EmitOutput
+from octavo.scheduler.instructions import EmitOutput, EndFrontendSession
 from octavo.scheduler.policy.fair import MAX_PASSED
 from octavo.scheduler.sequence import Request, Sequence
 from octavo.scheduler.simulate.model import make_facts
@@ -16,7 +18,7 @@ from octavo.wire.errors import MalformedMessage
 from octavo.wire.ids import SessionId
 from octavo.wire.plan import RowLogprobs, StepResult
 from octavo.wire.prefix import KEY_BYTES, root_key
-from octavo.wire.requests import BeamParams, FailureCode
+from octavo.wire.requests import MAX_REQUESTS_OF_FRONTEND, BeamParams, FailureCode
 from tests.support.core_by_hand import EPOCH, result, started
 from tests.support.core_driver import Client, CoreDriver, entries_of, make_config
 from tests.support.fake_frontend import make_submit
@@ -184,3 +186,38 @@ def test_what_has_ended_is_freed_without_the_collector() -> None:
         assert len(parts_of_requests()) - len(old) <= 2
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("at_once", [1, MAX_REQUESTS_OF_FRONTEND])
+def test_what_has_started_is_never_refused_for_a_full_queue(at_once: int) -> None:
+    """F40. However little a new scheduler lets wait, and whoever comes first."""
+    core = started(max_waiting_requests=1, max_num_seqs=1, max_requests_per_caller=1, max_waiting_tokens=1)
+    for frontend in (1, 2):
+        core.on_event(RequestSubmitted(SessionId(frontend), make_submit(9999, [1, 2, 3], 2)), 100.0)
+        for handle in range(at_once - 1):
+            message = make_submit(handle, [1, 2, 3], 9, output_ids=[[4]])
+            instructions = core.on_event(RequestSubmitted(SessionId(frontend), message), 100.0)
+            assert not any(isinstance(i, EmitOutput) and i.output.failed for i in instructions)
+            assert not any(isinstance(i, EndFrontendSession) for i in instructions)
+
+
+def test_a_frontend_with_more_requests_than_it_may_have_is_sent_away() -> None:
+    core = started(max_num_seqs=1)
+    for handle in range(MAX_REQUESTS_OF_FRONTEND):
+        core.on_event(RequestSubmitted(FRONTEND, make_submit(handle, [1], 9, output_ids=[[4]])), 100.0)
+    assert core.figures.num_requests == MAX_REQUESTS_OF_FRONTEND
+    message = make_submit(MAX_REQUESTS_OF_FRONTEND, [1], 9, output_ids=[[4]])
+    instructions = core.on_event(RequestSubmitted(FRONTEND, message), 100.0)
+    assert EndFrontendSession(FRONTEND, "more than 4096 requests at a time") in instructions
+    assert core.figures.num_requests == 0
+
+
+@pytest.mark.parametrize(("device", "limit_s"), [("cuda:0", 60.0), ("cpu", 300.0)])
+def test_the_step_timeout_suits_the_device_unless_it_is_set(device: str, limit_s: float) -> None:
+    facts = msgspec.structs.replace(make_facts(), device=device)
+    assert resolve_limits(make_config(), facts).step_timeout_s == limit_s
+    core = started(facts)
+    core.on_event(RequestSubmitted(FRONTEND, make_submit(1, [1], 5)), 100.0)
+    assert core.next_timer == 100.0 + limit_s
+    config = dataclasses.replace(make_config(), step_timeout_s=7.0)
+    assert resolve_limits(config, facts).step_timeout_s == 7.0

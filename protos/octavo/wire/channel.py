@@ -104,16 +104,21 @@ class RouterChannel:
         """Connections over tcp that showed no key of a known peer."""
         return self._gate.num_refused if self._gate is not None else 0
 
-    def receive(self, limit: int) -> Iterator[tuple[bytes, Envelope, FromPeer]]:
+    def receive(self, limit: int, max_bytes: int = MAX_MESSAGE_BYTES) -> Iterator[tuple[bytes, Envelope, FromPeer]]:
         """Yield up to `limit` waiting messages with the identity of their sender; drop and count malformed ones.
 
-        A peer of another protocol version yields nothing here, but gets a Refuse that names both versions.
+        It stops as soon as more than `max_bytes` have been taken. A peer of another protocol version yields nothing here,
+        but gets a Refuse that names both versions.
         """
+        num_bytes = 0
         for _ in range(limit):
+            if num_bytes > max_bytes:
+                return
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            num_bytes += sum(map(len, frames))
             if len(frames) != 2 or not 0 < len(frames[0]) <= _IDENTITY_BYTES:
                 self.num_malformed += 1
                 continue

@@ -76,9 +76,10 @@ class Progress:
         """Note that the loop waits until there is something to do."""
         self.is_resting = True
 
-    def serve(self) -> None:
-        """Note that what had to be loaded is there."""
+    def serve(self, limit_s: float | None = None) -> None:
+        """Note that what had to be loaded is there; and, if it is known only now, how long the loop may stand still."""
         self.state = SERVING
+        self._limit_s = self._limit_s if limit_s is None else limit_s
         self.move()
 
 

@@ -23,6 +23,9 @@ Int32 = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 MAX_LENGTH_PENALTY = 10.0
 
+MAX_REQUESTS_OF_FRONTEND = 4096
+"""That one frontend has at a time. It keeps to this itself, so a request that it has once begun there is always room for."""
+
 
 class FinishReason(IntEnum):
     """Why a sequence ended."""
