@@ -72,6 +72,8 @@ class Scheduler:
         )
         self._limits: Limits | None = None  # of the newest worker; admission needs them while it is away
         self._lost_at: float | None = None
+        self._progress_at = 0.0  # when a step finished last, or there was nothing to do
+        self._is_stalled = False
         self._endings: list[Instruction] = []
         self._intake = Intake(config.enable_prefix_caching)
         self._totals = Totals()
@@ -98,8 +100,15 @@ class Scheduler:
     @property
     def next_timer(self) -> float | None:
         """When `on_events` must be called again at the latest, with no event if there is none."""
-        timers = [self._deadlines.next, self._step_timeout_at, self._recovery_timeout_at]
+        timers = [self._deadlines.next, self._step_timeout_at, self._recovery_timeout_at, self._stall_at]
         return min((timer for timer in timers if timer is not None), default=None)
+
+    @property
+    def stall(self) -> str:
+        """Why the service is not ready, though a worker may be: there is work and no step finishes; '' if it is ready."""
+        if not self._is_stalled or self._limits is None:
+            return ""
+        return f"requests wait, and no step has finished for {self._limits.step_timeout_s:g} s"
 
     @property
     def figures(self) -> Figures:
@@ -119,6 +128,8 @@ class Scheduler:
             events: none, if only time has passed.
             now: monotonic seconds.
         """
+        if len(self._requests) == 0:
+            self._progress_at, self._is_stalled = now, False
         self._expire(now, has_result=any(isinstance(event, StepCompleted) for event in events))
         for event in events:
             self._handle(event, now)
@@ -146,6 +157,12 @@ class Scheduler:
         return since + worker.planner.limits.step_timeout_s
 
     @property
+    def _stall_at(self) -> float | None:
+        if self._is_stalled or self._limits is None or len(self._requests) == 0:
+            return None
+        return self._progress_at + self._limits.step_timeout_s
+
+    @property
     def _recovery_timeout_at(self) -> float | None:
         if self._lost_at is None or len(self._requests) == 0:
             return None
@@ -158,6 +175,8 @@ class Scheduler:
         if self._worker is not None and not has_result and (due := self._step_timeout_at) is not None and due <= now:
             limit_s = self._worker.planner.limits.step_timeout_s
             self._give_up_worker(f"no step finished for {limit_s:g} s", now, "step_timeout")
+        if not has_result and (due := self._stall_at) is not None and due <= now:
+            self._is_stalled = True
         if (due := self._recovery_timeout_at) is not None and due <= now:
             for request in list(self._requests):
                 self._roster.fail(request, FailureCode.UNAVAILABLE, self._no_worker_reason, RETRY_AFTER_S)
@@ -281,6 +300,7 @@ class Scheduler:
         except BadResult as error:
             self._give_up_worker(str(error), now)
             return
+        self._progress_at, self._is_stalled = now, False
         for chunk in matched.record.chunks:
             if chunk.residency == chunk.sequence.residency:
                 chunk.sequence.num_confirmed += chunk.num_tokens

@@ -109,6 +109,7 @@ class Service:
                 else:
                     self._drain(peer, question)
             happened = self._settle(now) or happened  # an asker that could not be answered has lost its session
+        self.sessions.tell_stall(self.core.stall)
         self._check_when_idle(now, happened)
 
     def decide(self, events: list[Event], now: float) -> list[Instruction]:

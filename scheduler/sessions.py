@@ -122,6 +122,7 @@ class Sessions:
         self._new_session = new_session
         self._events: list[Event] = []
         self._questions: list[tuple[PeerRecord, Question]] = []
+        self._stall = ""  # why the service is not ready although there is a worker
         self._early_frontends: dict[bytes, FrontendHello] = {}  # told to wait until the first worker is ready
         self._next_heartbeat = 0.0
         self._unknown_answers_left = MAX_UNKNOWN_ANSWERS
@@ -149,6 +150,17 @@ class Sessions:
             _log.info("the service drains; frontends that are told: %d", len(self.peers.frontends))
             for frontend in self.peers.frontends:
                 self.send(frontend, ServiceDrains())
+
+    def tell_stall(self, reason: str) -> None:
+        """Tell all frontends that the service is not ready although there is a worker, or, with '', that it is again."""
+        if reason == self._stall:
+            return
+        self._stall = reason
+        if reason:
+            _log.warning("not ready: %s", reason)
+        if self.peers.worker is not None:
+            for frontend in self.peers.frontends:
+                self.send(frontend, WorkerState(not reason, reason))
 
     def receive(self, now: float) -> None:
         """Handle the messages that wait, up to RECEIVE_LIMIT."""
@@ -247,8 +259,8 @@ class Sessions:
             peer = self._welcome(identity, hello, FrontendWelcome(self._boot_id, self.facts), now)
             if peer is not None and self.is_draining:
                 self.send(peer, ServiceDrains())
-            if peer is not None and self.peers.worker is None:
-                self.send(peer, WorkerState(False, NO_WORKER))
+            if peer is not None and (reason := NO_WORKER if self.peers.worker is None else self._stall):
+                self.send(peer, WorkerState(False, reason))
 
     def _on_worker_hello(self, identity: bytes, hello: WorkerHello, now: float) -> None:
         if hello.rank != 0:
@@ -287,7 +299,7 @@ class Sessions:
         self.facts = facts
         self._events.append(WorkerReady(peer.session.id, worker_facts, BootId(hello.boot_id)))
         for frontend in self.peers.frontends:
-            self.send(frontend, WorkerState(True))
+            self.send(frontend, WorkerState(not self._stall, self._stall))
         # These would be welcomed at their next Hello, up to HEARTBEAT_INTERVAL_S from now.
         early, self._early_frontends = self._early_frontends, {}
         for early_identity, early_hello in early.items():

@@ -4,6 +4,7 @@ import pytest
 
 from octavo.scheduler.events import FrontendLost, RequestSubmitted, StepCompleted, WorkerLost, WorkerReady
 from octavo.scheduler.instructions import EmitOutput, EndFrontendSession, EndWorkerSession, SendPlan
+from octavo.scheduler.planner import Planner
 from octavo.scheduler.simulate.model import make_facts
 from octavo.wire.columns import pack_ints
 from octavo.wire.ids import BootId, SessionId
@@ -183,3 +184,34 @@ def test_a_replay_computes_its_output_again_as_part_of_its_tokens() -> None:
     output = core.on_event(result(1, [0], [6]), 100.0)[-1]
     assert isinstance(output, EmitOutput)
     assert output.output.position == pack_ints([3])
+
+
+# Readiness is forward progress (I27)
+
+
+def test_work_without_a_finished_step_is_a_stall_though_the_worker_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = started()
+    monkeypatch.setattr(Planner, "build", lambda *_: None)
+    core.on_event(RequestSubmitted(FRONTEND, make_submit(1, [1], 5)), 200.0)
+    assert core.next_timer == 500.0
+    core.on_events((), 499.0)
+    assert core.stall == ""
+    core.on_events((), 500.0)
+    assert core.stall == "requests wait, and no step has finished for 300 s"
+    assert core.next_timer is None, "it is told once"
+    core.on_event(FrontendLost(FRONTEND), 501.0)
+    core.on_events((), 502.0)
+    assert core.stall == "", "nothing to do is no stall"
+
+
+def test_a_crash_loop_is_a_stall_until_a_step_finishes() -> None:
+    """F39: workers that come and die in between make nothing ready."""
+    core = started()
+    core.on_event(RequestSubmitted(FRONTEND, make_submit(1, [1], 5)), 100.0)
+    for n in range(4):
+        core.on_event(WorkerLost(SessionId(EPOCH + n), "test", is_orderly=True), 100.0 + 80.0 * n)
+        core.on_event(WorkerReady(SessionId(EPOCH + n + 1), make_facts(), BootId(f"w{n}")), 101.0 + 80.0 * n)
+    core.on_events((), 401.0)
+    assert core.stall
+    core.on_event(result(1, [0], [9], epoch=EPOCH + 4), 402.0)
+    assert core.stall == ""

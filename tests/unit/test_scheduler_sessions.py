@@ -400,3 +400,16 @@ def test_who_is_gone_when_its_report_is_sent_takes_its_requests_along_in_the_sam
     service.turn(100.2)
     assert service.sessions.peers.by_session(session) is None
     assert service.core.figures.num_requests == 0
+
+
+def test_frontends_are_told_of_a_stall_and_of_its_end_whatever_worker_comes(stage: Stage) -> None:
+    stage.sessions.tell_stall("stuck")
+    stage.sessions.tell_stall("stuck")
+    assert stage.take_sent() == [(b"f", WorkerState(False, "stuck"))]
+    stage.hello(b"g", replace(FRONTEND_HELLO, boot_id="g"))
+    assert stage.take_sent()[-1] == (b"g", WorkerState(False, "stuck"))
+    stage.hello(b"w.2", WORKER_HELLO)
+    states = [message for _, message in stage.take_sent() if isinstance(message, WorkerState)]
+    assert states[-2:] == [WorkerState(False, "stuck")] * 2, "a new worker alone makes nothing ready"
+    stage.sessions.tell_stall("")
+    assert stage.take_sent() == [(b"f", WorkerState(True)), (b"g", WorkerState(True))]
