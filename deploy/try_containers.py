@@ -36,6 +36,7 @@ UID = 10001
 LOOK = (
     "id -u; (: > /x) 2>&1; (: > /var/lib/octavo/x) 2>&1; grep -E 'CapEff|NoNewPrivs' /proc/1/status; ls /sys/class/net"
 )
+SHORT_TOKENS = 12
 LONG_TOKENS = 4096
 """More than can come within the grace."""
 COMMAND_TIMEOUT_S = 1800.0
@@ -227,7 +228,7 @@ def frontend_dies(project: Project, clients: Clients) -> None:
 
 def stop_in_order(project: Project, clients: Clients) -> None:
     """Stop with streams open: short ones end complete, and no process has to be killed."""
-    streams = clients.start()
+    streams = clients.start(SHORT_TOKENS)
     for stream in streams.values():
         check(stream.enough.wait(STREAM_TIMEOUT_S), "it does not begin")
     started = time.monotonic()
@@ -323,7 +324,7 @@ def main() -> int:
         try:
             campaign(project, options.build)
         except NotAsItShouldBe as error:
-            tell("NOT AS IT SHOULD BE", what=str(error))
+            tell("NOT AS IT SHOULD BE", reason=str(error))
             print(project.run("logs", "--no-color", "--tail", "40"), file=sys.stderr)
             return 1
         finally:
