@@ -9,7 +9,7 @@ class Line:
 
     def __init__(self) -> None:
         self._writers: list[asyncio.StreamWriter] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.address = ""
 
@@ -22,7 +22,7 @@ class Line:
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             far_reader, far_writer = await asyncio.open_connection(host, int(port))
             line._writers += [writer, far_writer]
-            line._tasks.append(asyncio.ensure_future(_pass_on(far_reader, writer)))
+            line._tasks |= {asyncio.ensure_future(_pass_on(far_reader, writer))}
             await _pass_on(reader, far_writer)
 
         line._server = await asyncio.start_server(relay, "127.0.0.1", 0)
@@ -33,6 +33,8 @@ class Line:
         """Reset all connections and listen no more."""
         for writer in self._writers:
             writer.transport.abort()
+        for task in self._tasks:
+            task.cancel()
         if self._server is not None:
             self._server.close()
 

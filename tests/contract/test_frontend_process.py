@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 
 import grpc
@@ -37,10 +37,11 @@ sys.exit(run(config))
 
 @contextmanager
 def process(
-    model: Path, address: str, port: int, grace_s: float = 20, reuse: str = ""
+    model: Path, address: str, port: int, grace_s: float = 20, reuse: str = "", log: Path | None = None
 ) -> Iterator[subprocess.Popen[str]]:
     arguments = [sys.executable, "-c", CODE, str(model), address, str(port), str(grace_s), reuse]
-    running = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    with log.open("w") if log is not None else nullcontext(subprocess.PIPE) as stderr:
+        running = subprocess.Popen(arguments, stderr=stderr, text=True)
     try:
         yield running
     finally:
@@ -124,6 +125,20 @@ async def test_sigterm_lets_running_requests_end(
             assert await read(call) is EOF
             assert (await ended(running))[0] == 0
             await scheduler.session_over()
+
+
+async def test_logs_on_a_full_disk_hold_nothing_up(
+    tiny_model: Path, scheduler: ScriptedScheduler, address: str, free_port: int
+) -> None:
+    """F57: lines are lost, requests and the exit code are not."""
+    with process(tiny_model, address, free_port, log=Path("/dev/full")) as running:
+        async with connected(free_port) as channel:
+            call, request = await begin_stream(channel, scheduler)
+            scheduler.emit(request, list(b"all"), finish=FinishReason.LENGTH)
+            assert (await read(call)).delta.text == "all"
+            assert (await read(call)).WhichOneof("event") == "finished"
+            running.send_signal(signal.SIGTERM)
+            assert (await ended(running))[0] == 0
 
 
 async def test_a_second_sigterm_does_not_wait(
