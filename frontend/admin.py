@@ -207,6 +207,8 @@ def _add_report(response: admin_pb2.GetStatusResponse, report: StatusReport) -> 
     scheduler.prompt_tokens = report.prompt_tokens
     scheduler.cached_prompt_tokens = report.cached_prompt_tokens
     scheduler.recomputed_tokens = report.recomputed_tokens
+    scheduler.adopted_rows = report.adopted_rows
+    scheduler.adopted_tokens = report.adopted_tokens
     scheduler.failed_checks = report.failed_checks
     scheduler.waiting_reason = report.waiting_reason
     scheduler.waiting_tokens = report.waiting_tokens

@@ -12,7 +12,8 @@ class BlockPool:
     """Reference counts and an intrusive free list; every operation is O(1).
 
     The law: a block is free exactly when its count is 0; the null block is neither free nor ever handed out. Free
-    blocks that nobody can find again stand in front; behind them those of the prefix cache, least recently freed first.
+    blocks that nobody can find again stand in front; behind them those of the prefix cache and of reported rows, least
+    recently freed first.
 
     Args:
         num_blocks: of the KV cache, the null block included; at least 2.
@@ -80,6 +81,12 @@ class BlockPool:
         if block != NULL_BLOCK and self._counts[block] == 0:
             self._unlink(block)
             self._link(block, NULL_BLOCK)
+
+    def keep_for_last(self, block: BlockId) -> None:
+        """Let a free block be taken after all others; one in use stays what it is."""
+        if block != NULL_BLOCK and self._counts[block] == 0:
+            self._unlink(block)
+            self._link(block, self._previous[NULL_BLOCK])
 
     def count(self, block: BlockId) -> int:
         """Return how many tables name a block."""

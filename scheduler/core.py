@@ -26,6 +26,7 @@ from octavo.scheduler.instructions import (
     EndWorkerSession,
     Instruction,
     SendPlan,
+    TellAdopted,
 )
 from octavo.scheduler.intake import Intake
 from octavo.scheduler.invariants import check_state
@@ -101,6 +102,7 @@ class Scheduler:
     def next_timer(self) -> float | None:
         """When `on_events` must be called again at the latest, with no event if there is none."""
         timers = [self._deadlines.next, self._step_timeout_at, self._recovery_timeout_at, self._stall_at]
+        timers.append(self._worker.planner.adoption.due if self._worker else None)
         return min((timer for timer in timers if timer is not None), default=None)
 
     @property
@@ -177,6 +179,8 @@ class Scheduler:
             self._give_up_worker(f"no step finished for {limit_s:g} s", now, "step_timeout")
         if not has_result and (due := self._stall_at) is not None and due <= now:
             self._is_stalled = True
+        if (worker := self._worker) is not None and (adopted := worker.planner.adoption.expire(now)) is not None:
+            self._endings.append(TellAdopted(adopted, worker.planner.num_recomputed_tokens))
         if (due := self._recovery_timeout_at) is not None and due <= now:
             for request in list(self._requests):
                 self._roster.fail(request, FailureCode.UNAVAILABLE, self._no_worker_reason, RETRY_AFTER_S)
@@ -191,8 +195,8 @@ class Scheduler:
         match event:
             case StepCompleted(result):
                 self._on_result(result, now)
-            case RequestSubmitted(frontend, message):
-                self._on_submitted(frontend, message, now)
+            case RequestSubmitted(frontend, message, owner):
+                self._on_submitted(frontend, message, owner, now)
             case RequestCancelled(frontend, cancel):
                 if (request := self._requests.find(frontend, cancel.handle)) is not None:
                     self._roster.end(request)
@@ -212,7 +216,7 @@ class Scheduler:
                 if self._worker is not None and self._worker.epoch == epoch:
                     self._lose_worker(now, self._worker.boot_id, may_blame=not is_orderly)
 
-    def _on_submitted(self, frontend: SessionId, message: SubmitRequest, now: float) -> None:
+    def _on_submitted(self, frontend: SessionId, message: SubmitRequest, owner: str, now: float) -> None:
         if self._requests.find(frontend, message.handle) is not None:
             self._endings.append(EndFrontendSession(frontend, f"handle {message.handle} is in use already"))
             self._on_frontend_lost(frontend)
@@ -234,7 +238,7 @@ class Scheduler:
             failed = RequestFailed(message.handle, FailureCode.DEADLINE, "the deadline has passed")
             self._outputs.fail(frontend, failed)
             return
-        self._roster.admit(self._intake.make_request(frontend, message, now), message, now)
+        self._roster.admit(self._intake.make_request(frontend, message, now, owner), message, now)
 
     def _recovery_is_over(self, now: float) -> bool:
         return self._lost_at is not None and now >= self._lost_at + self._config.recovery_timeout_s
@@ -247,6 +251,11 @@ class Scheduler:
     def _on_cache_reset(self, frontend: SessionId, message: ResetPrefixCache) -> None:
         planner = self._worker.planner if self._worker else None
         num_blocks = planner.cache.clear(planner.batch) if planner else 0
+        for request in self._requests:
+            for sequence in request.sequences:
+                sequence.publishes = False  # what it may go on from after a worker's loss, too
+        if planner is not None:
+            planner.adoption.unpublish()
         self._endings.append(AnswerCacheReset(frontend, PrefixCacheReset(message.tag_id, num_blocks)))
 
     def _on_worker_ready(self, event: WorkerReady, now: float) -> None:
@@ -260,6 +269,7 @@ class Scheduler:
         for request, num_deaths in self._suspects.settle(event.boot_id, now):
             self._roster.fail(request, FailureCode.INTERNAL, given_up(num_deaths))
         planner = Planner(event.epoch, limits, self._waiting, self._policy, self._config.max_preemptions)
+        planner.adoption.begin(event.held_rows, limits.vocab_size, now)
         self._roster.worker = Worker(event.epoch, event.boot_id, planner, Pipeline(self._config.pipeline_depth))
         self._lost_at = None
         for request in list(self._requests):
@@ -288,6 +298,7 @@ class Scheduler:
         for request in self._requests:
             for sequence in request.sequences:
                 sequence.void_draws(through=0)  # of this epoch; the next one counts its plans from 1
+        self._roster.hold_siblings()
         self._totals.add(worker.planner, worker.pipeline)
 
     def _on_result(self, result: StepResult, now: float) -> None:
@@ -309,25 +320,10 @@ class Scheduler:
         if matched.faults or matched.broken:
             self._on_faults(matched, worker)
         if matched.told:
-            self._on_told(matched, now)
+            self._roster.tell_prompts(matched, now)
         self._on_tokens(matched, now)
         for request, candidates in matched.candidates().items():
             self._on_candidates(request, candidates, worker, now)
-
-    def _on_told(self, matched: Matched, now: float) -> None:
-        """Pass on what sequences tell of their prompts; requests that want nothing else end with it."""
-        for part, told in matched.told:
-            s, request = part.sequence, part.sequence.request
-            is_live = self._requests.find(request.frontend, request.handle) is request
-            if not is_live or matched.record.step <= s.void_through:
-                continue
-            if told.first_position > request.num_prompt_told:
-                self._roster.fail(request, FailureCode.INTERNAL, "log-probabilities of the prompt were lost")
-                continue
-            self._outputs.tell_prompt(request, told)
-            if request.max_output_tokens == 0 and not request.tells_prompt:
-                s.first_token_at = now
-                self._roster.finish_all(request, FinishReason.LENGTH, now)
 
     def _on_tokens(self, matched: Matched, now: float) -> None:
         """Confirm the tokens of a step: one turn of this loop for each running sequence, so it is kept short."""
@@ -385,6 +381,7 @@ class Scheduler:
         found = sort_faults(matched)
         # Of all at once: one may have dropped what another published.
         suspect_blocks = worker.planner.cache.withdraw(found.broken, found.suspects)
+        worker.planner.adoption.drop(suspect_blocks)
         for request, code, reason in found.failing:
             self._roster.fail(request, code, reason)
         for s in found.again:
@@ -432,8 +429,9 @@ class Scheduler:
         if sequence.first_planned_at is None:
             sequence.first_planned_at = now
         if not sequence.request.is_started:
-            num_cached = min(sequence.num_cached, sequence.num_prompt)
-            self._totals.num_prompt_tokens += sequence.num_prompt
-            self._totals.num_cached_prompt_tokens += num_cached
+            num_cached = min(sequence.num_hit, sequence.num_prompt)
+            if not sequence.request.is_replay:  # an earlier scheduler has counted it, or earlier session
+                self._totals.num_prompt_tokens += sequence.num_prompt
+                self._totals.num_cached_prompt_tokens += num_cached
             self._requests.mark_started(sequence.request)
             self._outputs.start(sequence.request, num_cached, now)

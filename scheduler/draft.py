@@ -197,6 +197,14 @@ class Draft:
         return [index for index, s in enumerate(drawing) if s in beams] if beams else []
 
 
+class BuiltPlan(NamedTuple):
+    """A plan to send, the record to match its result with, and the sequences that take rows in it."""
+
+    plan: StepPlan
+    record: PlanRecord
+    entered: list[Sequence]
+
+
 class Columns(NamedTuple):
     """What a plan says of its rows; if the same sequences only decode, it serves again for the next plan."""
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from octavo.wire.handshake import WorkerFacts
+from octavo.wire.held_rows import HeldRow
 from octavo.wire.ids import BootId, SessionId
 from octavo.wire.plan import StepResult
 from octavo.wire.requests import CancelRequest, FinishChoice, ResetPrefixCache, SubmitRequest
@@ -15,6 +16,8 @@ class RequestSubmitted:
 
     frontend: SessionId
     message: SubmitRequest
+    owner: str = ""
+    """Boot id of the frontend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +45,14 @@ class FrontendLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A worker has been welcomed and holds nothing. Its facts fit the configuration (`resolve_limits`)."""
+    """A worker has been welcomed and has no rows. Its facts fit the configuration (`resolve_limits`)."""
 
     epoch: SessionId
     facts: WorkerFacts
     boot_id: BootId
     """Of the process: the same as before if only its session was lost."""
+    held_rows: tuple[HeldRow, ...] = ()
+    """What it had at the end of the session before: it may be told to go on from there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,10 @@ class Figures:
     """Of these, found in the prefix cache."""
     num_recomputed_tokens: int
     """Computed again after preemptions, faults and losses of a worker."""
+    num_adopted_rows: int
+    """Rows of an earlier session that sequences went on from."""
+    num_adopted_tokens: int
+    """Of these rows, tokens that were not computed again."""
     waiting_reason: str
     """What the next waiting sequence waits for; '' if none waits."""
     num_waiting_tokens: int
@@ -51,12 +55,16 @@ class Totals:
     num_old_results: int = 0
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
+    num_adopted_rows: int = 0
+    num_adopted_tokens: int = 0
 
     def add(self, planner: Planner, pipeline: Pipeline) -> None:
         """Keep what was counted in an epoch that ends."""
         self.num_steps += pipeline.num_completed
         self.num_preemptions += planner.num_preemptions
         self.num_recomputed_tokens += planner.num_recomputed_tokens
+        self.num_adopted_rows += planner.adoption.num_rows
+        self.num_adopted_tokens += planner.adoption.num_tokens
 
 
 def figures_of(
@@ -82,6 +90,8 @@ def figures_of(
         num_prompt_tokens=totals.num_prompt_tokens,
         num_cached_prompt_tokens=totals.num_cached_prompt_tokens,
         num_recomputed_tokens=totals.num_recomputed_tokens + (planner.num_recomputed_tokens if planner else 0),
+        num_adopted_rows=totals.num_adopted_rows + (planner.adoption.num_rows if planner else 0),
+        num_adopted_tokens=totals.num_adopted_tokens + (planner.adoption.num_tokens if planner else 0),
         waiting_reason=_waiting_reason(waiting, planner),
         num_waiting_tokens=requests.num_unstarted_tokens,
     )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from octavo.scheduler.adoption import Adopted
 from octavo.wire.ids import SessionId
 from octavo.wire.plan import StepPlan
 from octavo.wire.requests import PrefixCacheReset, StepOutput
@@ -49,4 +50,13 @@ class AnswerCacheReset:
     answer: PrefixCacheReset
 
 
-Instruction: TypeAlias = SendPlan | EmitOutput | EndWorkerSession | EndFrontendSession | AnswerCacheReset
+@dataclass(frozen=True, slots=True)
+class TellAdopted:
+    """Tell the operator what came of the rows that a worker reported."""
+
+    adopted: Adopted
+    num_recomputed_tokens: int
+    """In this epoch until now."""
+
+
+Instruction: TypeAlias = SendPlan | EmitOutput | EndWorkerSession | EndFrontendSession | AnswerCacheReset | TellAdopted

@@ -18,7 +18,7 @@ class Intake:
         self._enable_prefix_caching = enable_prefix_caching
         self._num_requests = self._num_sequences = 0
 
-    def make_request(self, frontend: SessionId, message: SubmitRequest, now: float) -> Request:
+    def make_request(self, frontend: SessionId, message: SubmitRequest, now: float, owner: str = "") -> Request:
         """Return a request with its sequences, each with the output that a replay brings."""
         self._num_requests += 1
         request = Request(
@@ -33,6 +33,7 @@ class Intake:
             submitted_at=now,
             deadline=float("inf") if message.deadline_s is None else now + message.deadline_s,
             is_replay=bool(message.output_ids),
+            owner=owner,
             caller=message.caller,
             priority=message.priority,
             grammar=message.grammar,
@@ -66,4 +67,6 @@ class Intake:
             handle=request.handle,
             frontend=request.frontend,
             stop_ids=request.stop_ids,
+            # All but the last token of the output were computed once, or there would be no output.
+            num_furthest=num_known - 1 if output_ids else 0,
         )

@@ -18,6 +18,7 @@ _WAITING_FOR = {reason: SCHEDULER.waiting_for.cell(reason) for reason in WAITING
 _STEP_SECONDS, _STEP_TOKENS, _PLAN_BYTES = SCHEDULER.step_seconds, SCHEDULER.step_tokens, SCHEDULER.plan_bytes
 
 _WORDS = (
+    ("the worker's rows", "adoption"),
     ("rows", "rows"),
     ("blocks", "blocks"),
     ("tokens of a step", "tokens"),

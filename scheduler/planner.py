@@ -4,35 +4,25 @@ Running sequences come first, then waiting ones in the order of the policy. Noth
 prompt's, a decode's or recomputed: each sequence is given min(tokens not planned, chunk cap, budget left).
 """
 
-from typing import NamedTuple
-
+from octavo.scheduler.adoption import Adoption, Start
 from octavo.scheduler.batch import Batch
 from octavo.scheduler.blocks import BlockPool
 from octavo.scheduler.cache import PrefixCache
 from octavo.scheduler.config import Limits
-from octavo.scheduler.draft import MAX_NEW_IDS, Columns, Draft, Fork, num_new_ids, row_of
+from octavo.scheduler.draft import MAX_NEW_IDS, BuiltPlan, Columns, Draft, Fork, num_new_ids, row_of
 from octavo.scheduler.errors import InvariantViolation
 from octavo.scheduler.groups import Groups, group_of, restart
-from octavo.scheduler.pipeline import PlanRecord
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.prefix import PrefixIndex
 from octavo.scheduler.queues import WaitingQueue
 from octavo.scheduler.room import Room
+from octavo.scheduler.running import check_running
 from octavo.scheduler.sequence import Request, Sequence, Status
 from octavo.scheduler.tables import BlockTables
 from octavo.wire.ids import BlockId, Row, SessionId
-from octavo.wire.plan import StepPlan
 
 ROOM_INTERVAL_STEPS = 16
 """While the same sequences run and all of them together would not make room, it is looked for so rarely."""
-
-
-class BuiltPlan(NamedTuple):
-    """A plan to send, the record to match its result with, and the sequences that take rows in it."""
-
-    plan: StepPlan
-    record: PlanRecord
-    entered: list[Sequence]
 
 
 class Planner:
@@ -49,7 +39,8 @@ class Planner:
         self.pool = BlockPool(limits.num_blocks)
         self.batch = Batch(limits.max_num_seqs)
         index = PrefixIndex()
-        self.tables = BlockTables(self.pool, index, limits.block_size)
+        self.adoption = Adoption(self.pool, index, limits.block_size)
+        self.tables = BlockTables(self.pool, index, limits.block_size, self.adoption)
         self.cache = PrefixCache(index, self.pool, self.tables, limits.block_size)
         self.groups = Groups(self.batch, self.tables, limits.block_size)
         self._epoch = epoch
@@ -94,6 +85,8 @@ class Planner:
         for sequence in draft.leaders:
             self._release_siblings(sequence, draft)
         if alone is None:
+            if self.adoption:
+                self._choose_adopting(draft, num_completed)
             self._choose_waiting(draft, num_completed)
         else:
             self._let_in(alone, draft, num_completed)
@@ -109,21 +102,12 @@ class Planner:
         """
         self.batch.check()
         self.tables.check({s.number: s.num_planned for s in self.batch})
+        self.adoption.check()
         self.cache.check(self.batch)
         for s in self.batch:
-            name = f"{s.request.name}/{s.choice}"
-            if not 0 <= s.num_confirmed <= s.num_planned <= s.num_expected or s.num_known > s.num_expected:
-                raise InvariantViolation(
-                    f"{name}: {s.num_confirmed} confirmed, {s.num_planned} planned, "
-                    f"{s.num_known} known, {s.num_sampling} being drawn"
-                )
-            if s.num_blocks_sent != len(self.tables.table(s.number)):
-                raise InvariantViolation(f"{name}: the worker does not know all of its blocks")
+            check_running(s, self.tables)
             if self.tables.is_protected(s.number) != self._room.needs_protection(s):
-                raise InvariantViolation(f"{name}: preempted {s.num_preemptions} times")
-            writes = s.num_planned < s.num_fast
-            if writes and (s.request.held or self.tables.must_copy(s.number, s.num_planned)):
-                raise InvariantViolation(f"{name} would write a block that is shared or can be found")
+                raise InvariantViolation(f"{s.request.name}/{s.choice}: preempted {s.num_preemptions} times")
 
     # Running sequences
 
@@ -257,21 +241,22 @@ class Planner:
                     return
             if self._hindrance(s, draft, num_completed) is not None:
                 return
-            draft.num_new_ids += num_new_ids(s)
-            self._enter(s, self.cache.find(s), draft)
+            self._enter(s, self._start_of(s), draft)
 
     def _is_short(self, s: Sequence) -> bool:
-        return self._room.num_missing(s, self.cache.find(s), self._room.num_owed()) > 0
+        return self._room.num_missing(s, self._start_of(s).blocks, self._room.num_owed()) > 0
 
     def _make_room(self, draft: Draft, num_completed: int) -> None:
         """Let running sequences give way to the next waiting one, where the policy says so and it suffices."""
         head = self._waiting.head
         if head is None or self.batch.num_free_rows < head.num_rows or head.newest_step > num_completed:
             return
+        if self.adoption.is_grace:
+            return  # what became free could not be given to it
         victims = [s for s in self.batch if not self.tables.is_protected(s.number) and self._policy.may_evict(head, s)]
         if not victims or (self._no_room == (head.number, self.batch.version) and draft.step % ROOM_INTERVAL_STEPS):
             return
-        hits = self.cache.find(head)
+        hits = self._start_of(head).blocks
         missing = self._room.num_missing(head, hits, self._room.num_owed())
         if missing <= 0:
             return
@@ -298,14 +283,33 @@ class Planner:
             if num_owed >= self.tables.num_available:  # whatever it finds, it needs one more
                 self.waiting_reason = "free blocks"
                 return
-            hits = self.cache.find(head)
-            if (num_missing := self._room.num_missing(head, hits, num_owed)) > 0:
+            start = self._start_of(head)
+            num_missing = self._room.num_missing(head, start.blocks, num_owed)
+            if self.adoption.is_grace and num_missing + self.adoption.num_free_blocks() > 0:
+                self.waiting_reason = "requests that may go on from the worker's rows"
+                return
+            if num_missing > 0:
                 self.waiting_reason = f"{num_missing} more free blocks"
                 return
-            draft.num_new_ids += num_new_ids(head)
-            self._enter(head, hits, draft)
+            self._enter(head, start, draft)
             if not self.tables.is_protected(head.number):
                 num_owed += self.tables.blocks_for(head.num_known) - len(self.tables.table(head.number))
+
+    def _choose_adopting(self, draft: Draft, num_completed: int) -> None:
+        """Let those go on first that the worker had rows for: they had their turn in the queue before."""
+        for s in list(self._waiting):
+            start = self.adoption.find(s)
+            if start is None or self._hindrance(s, draft, num_completed) is not None:
+                continue
+            if self._room.num_missing(s, start.blocks, self._room.num_owed()) <= 0:
+                self._enter(s, self._start_of(s), draft)
+
+    def _start_of(self, sequence: Sequence) -> Start:
+        """Return where a sequence can begin: with what the prefix cache holds, or its worker's row, if that is more."""
+        found = self.cache.find(sequence)
+        start = Start(found, len(found) * self.limits.block_size)
+        adopted = self.adoption.find(sequence)
+        return start if adopted is None or adopted.num_tokens <= start.num_tokens else adopted
 
     def _hindrance(self, head: Sequence, draft: Draft, num_completed: int) -> str | None:
         """Return what but blocks the next sequence must wait for, None if there is nothing."""
@@ -320,15 +324,17 @@ class Planner:
             return "room in a plan for its ids"
         return None
 
-    def _enter(self, s: Sequence, hits: list[BlockId], draft: Draft) -> None:
+    def _enter(self, s: Sequence, start: Start, draft: Draft) -> None:
+        draft.num_new_ids += num_new_ids(s)
         self._take_row(s)
-        num_reserved = self._room.most_blocks(s) - len(hits) if self._room.needs_protection(s) else None
-        self.tables.begin(s.number, hits, num_reserved)
+        num_reserved = self._room.most_blocks(s) - len(start.blocks) if self._room.needs_protection(s) else None
+        self.tables.begin(s.number, start.blocks, num_reserved)
         if s.request.group is not None:
             self.groups.enter(s)
-        s.num_cached = s.num_planned = s.num_confirmed = len(hits) * self.limits.block_size
-        s.num_published = len(hits)
-        s.publishes = s.uses_cache
+        s.num_cached = s.num_planned = s.num_confirmed = start.num_tokens
+        s.num_hit, s.num_published = (0, 0) if start.is_adopted else (start.num_tokens, len(start.blocks))
+        s.publishes = s.uses_cache and (s.publishes or not start.is_adopted)
+        self.adoption.take(s, start)
         s.first_told = s.request.num_prompt_told if s.tells_prompt else s.num_prompt
         self.num_recomputed_tokens += max(0, min(s.num_furthest, s.num_known) - s.num_cached)
         self._extend(s, draft.offer(min(s.num_known, s.plan_limit) - s.num_cached), draft)
@@ -365,6 +371,7 @@ class Planner:
 
     def _fork(self, source: Sequence, target: Sequence, draft: Draft) -> None:
         self._take_row(target)
+        self.adoption.take(target, Start([], 0))
         self.tables.fork(source.number, target.number)
         target.fork_from(source)
         target.num_blocks_sent = len(self.tables.table(target.number))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from octavo.scheduler.deadlines import Deadlines
 from octavo.scheduler.groups import group_of
 from octavo.scheduler.outputs import Outputs
-from octavo.scheduler.pipeline import Pipeline
+from octavo.scheduler.pipeline import Matched, Pipeline
 from octavo.scheduler.planner import Planner
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.queues import WaitingQueue
@@ -94,6 +94,15 @@ class Roster:
         self._outputs.answer(request, found, now)
         self.end(request)
 
+    def hold_siblings(self) -> None:
+        """Let choices that wait wait for the first one again, where the prompt is still to be told: it comes first."""
+        for request in self._requests:
+            if request.group is None and request.tells_prompt:
+                left = [s for s in request.sequences if s.status is Status.WAITING]
+                for sibling in left[1:]:
+                    self._waiting.remove(sibling)
+                    sibling.status = Status.HELD
+
     def finish(self, sequence: Sequence) -> None:
         """End a choice, and its request with the last one."""
         if sequence.status is Status.FINISHED:
@@ -123,6 +132,21 @@ class Roster:
             return  # it has failed for another choice
         self.end(request)
         self._outputs.fail(request.frontend, RequestFailed(request.handle, code, reason, retry_after_s))
+
+    def tell_prompts(self, matched: Matched, now: float) -> None:
+        """Pass on what sequences tell of their prompts; requests that want nothing else end with it."""
+        for part, told in matched.told:
+            s, request = part.sequence, part.sequence.request
+            is_live = self._requests.find(request.frontend, request.handle) is request
+            if not is_live or matched.record.step <= s.void_through:
+                continue
+            if told.first_position > request.num_prompt_told:
+                self.fail(request, FailureCode.INTERNAL, "log-probabilities of the prompt were lost")
+                continue
+            self._outputs.tell_prompt(request, told)
+            if request.max_output_tokens == 0 and not request.tells_prompt:
+                s.first_token_at = now
+                self.finish_all(request, FinishReason.LENGTH, now)
 
     def _withdraw(self, sequence: Sequence) -> None:
         if sequence.status is Status.RUNNING and self.worker is not None:

@@ -61,6 +61,8 @@ class Request:
     deadline: float
     """Monotonic time; infinite without one."""
     is_replay: bool
+    owner: str = ""
+    """Boot id of the frontend, which stays the same over its sessions."""
     caller: str = ""
     priority: int = 0
     grammar: bytes = b""
@@ -82,8 +84,8 @@ class Request:
 
     @property
     def name(self) -> str:
-        """Name for plans and logs."""
-        return f"{self.frontend:x}-{self.handle}"
+        """Name for plans and logs, the same over the sessions of its frontend."""
+        return f"{self.owner or format(self.frontend, 'x')}-{self.handle}"
 
     def split_keys(self) -> list[bytes]:
         """Return the keys of the prompt's blocks one by one, the same list at each call."""
@@ -158,17 +160,19 @@ class Sequence:
     """What plans of this epoch up to this one draw for it does not count: it was drawn from broken blocks."""
     num_preemptions: int = 0
     num_furthest: int = 0
-    """Most tokens that were ever planned for it: what is planned again below is recomputed."""
+    """Most tokens that were ever planned for it, as far as is known: what is planned again below is recomputed."""
     keys: list[bytes] = field(default_factory=list)
     """Of its first blocks, as far as they are known."""
     num_published: int = 0
     """Blocks of the present table that can be found, or that need not be published."""
     num_cached: int = 0
-    """Tokens that were found when it took its present row."""
+    """Tokens that were found when it took its present row, in the prefix cache or in the worker's row of it."""
+    num_hit: int = 0
+    """Of these, tokens found in the prefix cache."""
     uses_cache: bool = True
     """Whether blocks are looked up for it; not after it faulted on blocks that it had found."""
     publishes: bool = True
-    """Whether blocks of the present table are published; not after a reset of the cache."""
+    """Whether blocks of the present table are published; not after a reset of the cache, if they were computed before."""
     first_planned_at: float | None = None
     first_token_at: float | None = None
 

@@ -6,6 +6,7 @@ The loop drives it over ZeroMQ on the real clock, the simulator over links of it
 import logging
 from collections.abc import Callable
 
+from octavo.scheduler.adoption import Adopted
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.core import Scheduler
 from octavo.scheduler.events import Event, RequestSubmitted, StepCompleted
@@ -17,6 +18,7 @@ from octavo.scheduler.instructions import (
     EndWorkerSession,
     Instruction,
     SendPlan,
+    TellAdopted,
 )
 from octavo.scheduler.metrics import SchedulerMetrics
 from octavo.scheduler.peers import PeerRecord
@@ -166,6 +168,8 @@ class Service:
                         self.metrics.failed(message.failed)
                     if (peer := self._peer(frontend)) is not None:
                         self.sessions.send(peer, message)
+                case TellAdopted(adopted, num_recomputed):
+                    _tell_adopted(adopted, num_recomputed)
                 case EndWorkerSession(session, reason, cause) | EndFrontendSession(session, reason, cause):
                     if (peer := self._peer(session)) is not None:
                         self.sessions.end(peer, reason, cause)
@@ -213,6 +217,8 @@ class Service:
             waiting_tokens=figures.num_waiting_tokens,
             row=row,
             worker_row=told.row if told is not None else None,
+            adopted_rows=figures.num_adopted_rows,
+            adopted_tokens=figures.num_adopted_tokens,
         )
 
     def _processes(self, now: float, with_samples: bool) -> list[ProcessInfo]:
@@ -241,3 +247,15 @@ def _log_submitted(event: RequestSubmitted) -> None:
         *(name, message.request_id, num_prompt, message.num_choices, num_replayed),
         extra={"fields": fields},
     )
+
+
+def _tell_adopted(adopted: Adopted, num_recomputed: int) -> None:
+    _log.info(
+        "adopted %d of the %d rows that the worker had, %d tokens; recomputed %d",
+        adopted.num_rows,
+        adopted.num_reported,
+        adopted.num_tokens,
+        num_recomputed,
+    )
+    if adopted.discarded:
+        _log.warning("rows that the worker had were discarded: %s", adopted.discarded)

@@ -19,6 +19,7 @@ from octavo.scheduler.events import (
 )
 from octavo.scheduler.metrics import SchedulerMetrics
 from octavo.scheduler.peers import PeerRecord, Peers
+from octavo.scheduler.reports import REPORT_TIMEOUT_S, Report
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S
 from octavo.wire.codec import Envelope, FromPeer, FromScheduler
 from octavo.wire.errors import SessionLost
@@ -37,6 +38,7 @@ from octavo.wire.handshake import (
     WorkerState,
     WorkerWelcome,
 )
+from octavo.wire.held_rows import HeldRows
 from octavo.wire.ids import BootId, SessionId, new_session_id
 from octavo.wire.plan import StepResult
 from octavo.wire.requests import (
@@ -124,6 +126,7 @@ class Sessions:
         self._questions: list[tuple[PeerRecord, Question]] = []
         self._stall = ""  # why the service is not ready although there is a worker
         self._early_frontends: dict[bytes, FrontendHello] = {}  # told to wait until the first worker is ready
+        self._report: Report | None = None  # of a worker that is not ready before it is whole
         self._next_heartbeat = 0.0
         self._unknown_answers_left = MAX_UNKNOWN_ANSWERS
         self._unknown_answers_renewed_at = 0.0
@@ -131,6 +134,8 @@ class Sessions:
     @property
     def next_timer(self) -> float | None:
         """When `keep_alive` is due; None while there is nobody to keep alive."""
+        if self._report is not None:
+            return min(self._next_heartbeat, self._report.due)
         return self._next_heartbeat if len(self.peers) else None
 
     def take_events(self) -> list[Event]:
@@ -203,6 +208,8 @@ class Sessions:
             now: monotonic seconds.
             worker_is_busy: plans are outstanding: the step timeout of the core watches the worker.
         """
+        if self._report is not None and now >= self._report.due:
+            self._end_report(self._report, now)
         if now < self._next_heartbeat:
             return
         self._next_heartbeat = now + HEARTBEAT_INTERVAL_S
@@ -293,11 +300,22 @@ class Sessions:
             return
         self.loading = None
         self.last_worker = hello
+        num_held = hello.num_held_rows if hello.num_held_rows <= worker_facts.max_num_seqs else 0
+        report = Report(peer, worker_facts, facts, num_held, now + REPORT_TIMEOUT_S)
+        if hello.num_held_rows:
+            self._report = report
+        else:
+            self._end_report(report, now)
+
+    def _end_report(self, report: Report, now: float) -> None:
+        """Let a worker be ready, with the rows of its report or without; frontends are welcomed from here on."""
+        self._report, worker_facts, facts = None, report.worker_facts, report.facts
         if self.facts is not None and self.facts != facts:
             for frontend in self.peers.frontends:
                 self.end(frontend, "the new worker has other limits", "other_limits")
         self.facts = facts
-        self._events.append(WorkerReady(peer.session.id, worker_facts, BootId(hello.boot_id)))
+        ready = WorkerReady(report.peer.session.id, worker_facts, BootId(report.peer.hello.boot_id), report.whole())
+        self._events.append(ready)
         for frontend in self.peers.frontends:
             self.send(frontend, WorkerState(not self._stall, self._stall))
         # These would be welcomed at their next Hello, up to HEARTBEAT_INTERVAL_S from now.
@@ -348,12 +366,15 @@ class Sessions:
                 pass
             case Goodbye(reason):
                 self._forget(peer, f"it left: {reason}", "left")
+            case HeldRows() if peer.is_worker:
+                if self._report is not None and self._report.take(message):  # else it comes too late, or is too long
+                    self._end_report(self._report, now)
             case WorkerFigures() if peer.is_worker:
                 peer.figures = message
             case StepResult() if peer.is_worker:
                 self._events.append(StepCompleted(message))
             case SubmitRequest() if not peer.is_worker:
-                self._events.append(RequestSubmitted(peer.session.id, message))
+                self._events.append(RequestSubmitted(peer.session.id, message, peer.hello.boot_id))
             case CancelRequest() if not peer.is_worker:
                 self._events.append(RequestCancelled(peer.session.id, message))
             case FinishChoice() if not peer.is_worker:
@@ -378,6 +399,7 @@ class Sessions:
         if not peer.is_worker:
             self._events.append(FrontendLost(peer.session.id))
             return
+        self._report = None
         self._events.append(WorkerLost(peer.session.id, reason, is_orderly=cause == "left"))
         for frontend in self.peers.frontends:
             self.send(frontend, WorkerState(False, f"the worker is lost ({reason}); requests wait for the next one"))

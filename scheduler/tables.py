@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from octavo.scheduler.adoption import Adoption
 from octavo.scheduler.blocks import BlockPool
 from octavo.scheduler.errors import InvariantViolation
 from octavo.scheduler.prefix import PrefixIndex
@@ -16,9 +17,10 @@ class BlockTables:
     be found is never written; reserved blocks are free ones that only the sequence they are reserved for may take.
     """
 
-    def __init__(self, pool: BlockPool, index: PrefixIndex, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, index: PrefixIndex, block_size: int, adoption: Adoption | None = None) -> None:
         self._pool = pool
         self._index = index
+        self._adoption = Adoption(pool, index, block_size) if adoption is None else adoption
         self._block_size = block_size
         self._tables: dict[int, list[BlockId]] = {}
         self._reserved: dict[int, int] = {}
@@ -194,10 +196,12 @@ class BlockTables:
     def _take(self, number: int) -> BlockId:
         block = self._pool.take()
         self._index.drop(block)
+        if self._adoption:
+            self._adoption.cut(block)
         if self._reserved and (owner := self._accounts.get(number, number)) in self._reserved:
             self._reserved[owner] -= 1
             self._num_reserved -= 1
         return block
 
     def _free(self, block: BlockId) -> None:
-        self._pool.free(block, can_be_found=self._index.has(block))
+        self._pool.free(block, can_be_found=self._index.has(block) or self._adoption.has(block))

@@ -23,10 +23,15 @@ class BlockUse:
         self._hits: dict[int, list[int]] = {}  # block -> rows of the present plan that begin with it
 
     def clear(self) -> None:
-        """Forget everything: the session is over, and what blocks hold is nobody's."""
+        """Forget everything: what blocks hold is nobody's."""
         self._num_holders = [0] * len(self._num_holders)
         self._num_written = [0] * len(self._num_written)
         self._hits.clear()
+
+    def keep(self, num_written: dict[int, int]) -> None:
+        """Know how many slots of some blocks are written, after `clear`: their rows are gone, and may come back."""
+        for block, num in num_written.items():
+            self._num_written[block] = num
 
     def begin_plan(self) -> None:
         """From here on, rows that began earlier read what they took."""
@@ -51,6 +56,19 @@ class BlockUse:
         self._check_exists(row, block)
         self._num_holders[block] += 1
         self._hits.setdefault(block, []).append(row)
+
+    def go_on(self, row: int, block: int, num_read: int) -> None:
+        """Let a row that begins in this plan read the first slots of a block, and write to those behind them.
+
+        Raises:
+            PlanError: there is no such block, a table names it, or less of it is written.
+        """
+        self._check_free(row, block)
+        if self._num_written[block] < num_read:
+            raise PlanError(
+                f"row {row} begins with {num_read} tokens of block {block}, which has {self._num_written[block]}"
+            )
+        self._num_holders[block] = 1
 
     def copy(self, row: int, source: int, target: int) -> None:
         """Replace a block of a row by a copy of it.

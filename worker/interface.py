@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from octavo.wire.held_rows import HeldRow
 from octavo.wire.plan import StepPlan, StepResult
 from octavo.worker.mirror import RowLimits
 
@@ -73,6 +74,14 @@ class Runner(Protocol):
         """
         ...
 
+    def hold(self) -> list[HeldRow]:
+        """Forget rows, and plans in flight once the device is done with them: the session is over.
+
+        Returns:
+            The rows that the next session may go on from: the cache stays as it is until a plan writes to it.
+        """
+        ...
+
     def clear(self) -> None:
-        """Forget rows and plans in flight: the session is over; returns when the device is done with them."""
+        """Forget rows, plans in flight, and what the cache holds; returns when the device is done with them."""
         ...

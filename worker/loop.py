@@ -9,6 +9,7 @@ import zmq
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S
 from octavo.wire.failpoints import failpoint
 from octavo.wire.handshake import PROTOCOL_VERSION, WorkerFacts, WorkerHello
+from octavo.wire.held_rows import HeldRow, split_report
 from octavo.wire.ids import BootId
 from octavo.wire.live import Progress
 from octavo.wire.peer import Peer, SessionBegan, SessionEnded
@@ -23,16 +24,24 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerIdentity:
-    """Builds the Hello; `facts` are set once the model is loaded."""
+    """Builds the Hello; `facts` are set once the model is loaded, `num_held_rows` when a session has ended."""
 
     def __init__(self, config_digest: str, boot_id: BootId) -> None:
         self.facts: WorkerFacts | None = None
+        self.num_held_rows = 0
         self._config_digest = config_digest
         self._boot_id = boot_id
 
     def hello(self) -> WorkerHello:
         """Return the Hello as of now."""
-        return WorkerHello(PROTOCOL_VERSION, self._config_digest, self._boot_id, os.getpid(), facts=self.facts)
+        return WorkerHello(
+            PROTOCOL_VERSION,
+            self._config_digest,
+            self._boot_id,
+            os.getpid(),
+            facts=self.facts,
+            num_held_rows=self.num_held_rows,
+        )
 
 
 class LoadingStopped(Exception):
@@ -57,11 +66,16 @@ def keep_in_touch(peer: Peer, stop: StopSignal, progress: Progress) -> None:
 
 
 class WorkerLoop:
-    """Executes the plans of the current session in order; a new session starts with no rows, weights stay."""
+    """Executes the plans of the current session in order; a new session starts with no rows.
+
+    Weights stay, and so does what the cache holds: the scheduler is told of the rows that the session before has left, and
+    may let new ones go on from there.
+    """
 
     def __init__(
         self,
         peer: Peer,
+        identity: WorkerIdentity,
         runner: Runner,
         stop: StopSignal,
         progress: Progress | None = None,
@@ -69,6 +83,7 @@ class WorkerLoop:
         metrics: WorkerMetrics | None = None,
     ) -> None:
         self._peer = peer
+        self._identity = identity
         self._runner = runner
         self._stop = stop
         self._progress = progress or Progress()
@@ -76,6 +91,7 @@ class WorkerLoop:
         self._metrics = metrics or WorkerMetrics()
         self._tell_at = 0.0
         self._last_step = 0
+        self._held: list[HeldRow] = []  # left by the newest session that had plans
         self._poller = zmq.Poller()
         self._polled: zmq.Socket[bytes] | None = None
 
@@ -85,6 +101,7 @@ class WorkerLoop:
         Raises:
             PeerRefused: the scheduler will not have this worker.
         """
+        self._runner.clear()  # it may have been rehearsed with
         self._progress.serve()
         while not self._stop.requested():
             self._send_results()
@@ -103,12 +120,12 @@ class WorkerLoop:
                         logger.info("session %016x with the scheduler began", event.session)
                         self._progress.is_ready = True
                         self._metrics.session_began()
-                        self._forget()
+                        self._report()
                     case SessionEnded():
                         self._progress.is_ready = False
                         level = logging.INFO if event.is_orderly else logging.WARNING
                         logger.log(level, "session with the scheduler ended: %s", event.reason)
-                        self._forget()
+                        self._hold()
                     case StepPlan() if not (self._launch(event) and self._send_results()):
                         break
         self._peer.leave("the worker was told to stop")
@@ -178,8 +195,30 @@ class WorkerLoop:
             self._tell_at = now + TELL_INTERVAL_S
             self._peer.send(self._metrics.figures())
 
+    def _hold(self) -> None:
+        """Remember what the session leaves behind; if it had no plans, what an earlier one has left is there still."""
+        if self._last_step:
+            self._set_held(self._runner.hold())
+            logger.info("rows that the next scheduler can go on from: %d", len(self._held))
+        self._end_rows()
+
+    def _report(self) -> None:
+        """Tell what is there, as the Hello announced it."""
+        if self._held:
+            for part in split_report(self._held):
+                if not self._peer.send(part):
+                    return
+
     def _forget(self) -> None:
         self._runner.clear()
+        self._set_held([])
+        self._end_rows()
+
+    def _end_rows(self) -> None:
         self._last_step = 0
         if self._traces is not None:
             self._traces.forget()
+
+    def _set_held(self, held: list[HeldRow]) -> None:
+        self._held = held
+        self._identity.num_held_rows = len(held)

@@ -90,7 +90,7 @@ def _serve(
         traces = RowTraces(tracing, loaded.facts) if tracing is not None else None
         progress.serve(step_timeout_s(config.step_timeout_s, loaded.facts.device))
         with _metrics_served(config, metrics):
-            WorkerLoop(peer, loaded.runner, stop, progress, traces, metrics).run()
+            WorkerLoop(peer, identity, loaded.runner, stop, progress, traces, metrics).run()
         if traces is not None:
             traces.forget()
     except LoadingStopped:

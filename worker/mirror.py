@@ -6,15 +6,19 @@ rows. The tensors of the rows belong to others (`rows.py`, `gpu/device_rows.py`)
 say.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from octavo.wire.columns import unpack_ints
 from octavo.wire.errors import MalformedMessage
+from octavo.wire.held_rows import HeldRow
 from octavo.wire.plan import FLAG_SAMPLE, NewRow, RowSampling, StepPlan
 from octavo.worker.blocks import BlockUse
 from octavo.worker.errors import PlanError
+from octavo.worker.held import HeldBlocks, LeftRow, bounded
+from octavo.worker.sampling_ids import check_sampling_ids
 
 
 @dataclass(slots=True)
@@ -29,6 +33,7 @@ class RowState:
     choice: int
     first_told: int  # position of the prompt from which on log-probabilities are told; none from num_prompt on
     table: list[int] = field(default_factory=list)
+    is_lost: bool = False  # nobody goes on from it in another session: it faulted, or is a beam
 
     @property
     def num_output(self) -> int:
@@ -131,12 +136,41 @@ class Mirror:
         self._states: dict[int, RowState] = {}
         self._blocks = BlockUse(limits.num_blocks, limits.block_size)
         self._telling: set[int] = set()  # rows with something to tell of their prompts
+        self._held = HeldBlocks(limits.block_size)  # of rows whose session is over
 
     def clear(self) -> None:
-        """Forget every row: the session is over."""
+        """Forget every row, and what blocks hold."""
         self._states.clear()
         self._blocks.clear()
         self._telling.clear()
+        self._held.clear()
+
+    def hold(self, ids_of: Callable[[int, int], list[int]]) -> list[HeldRow]:
+        """Forget every row: the session is over. Return those that the next one may go on from, the oldest first.
+
+        Args:
+            ids_of: returns the first ids of a row, so many.
+        """
+        left = (
+            LeftRow(
+                state.request,
+                state.choice,
+                array("i", ids_of(row, state.num_known)),
+                state.num_prompt,
+                state.num_computed,
+                tuple(state.table),
+            )
+            for row, state in self._states.items()
+            if state.num_computed and not state.is_lost and row not in self._telling
+        )
+        kept, told = bounded(left)
+        self.clear()
+        self._blocks.keep(self._held.keep(kept))
+        return told
+
+    def lose(self, row: int) -> None:
+        """Let nobody go on from a live row in another session: what it holds is broken."""
+        self._states[row].is_lost = True
 
     def __len__(self) -> int:
         return len(self._states)
@@ -222,10 +256,6 @@ class Mirror:
             raise PlanError(
                 f"row {new.row}: {len(ids)} tokens, {new.num_prompt_tokens} of the prompt, {new.num_computed_tokens} computed"
             )
-        if new.num_computed_tokens % limits.block_size:
-            raise PlanError(
-                f"row {new.row} begins with {new.num_computed_tokens} computed tokens, not whole blocks of {limits.block_size}"
-            )
         if min(ids) < 0 or max(ids) >= limits.vocab_size:
             raise PlanError(f"row {new.row} holds an id outside of [0, {limits.vocab_size})")
         state = RowState(
@@ -270,6 +300,7 @@ class Mirror:
                     f"computed"
                 )
             beams.append(Beam(row, source, state.num_computed, token))
+            state.is_lost = True
         for beam in beams:
             if beam.row != beam.source:
                 self._check_free_row(beam.row)
@@ -290,6 +321,7 @@ class Mirror:
         if not table or table[-1] != source:
             raise PlanError(f"block {source} of row {row} is copied, but its last of {len(table)} is {table[-1:]}")
         self._blocks.copy(row, source, target)
+        self._held.drop(target)
         table[-1] = target
         return row, len(table) - 1, target
 
@@ -299,16 +331,22 @@ class Mirror:
         if len(state.table) >= self.limits.max_blocks:
             raise PlanError(f"the table of row {row} is full ({len(state.table)} blocks)")
         # A table is shorter than what is computed only while the plan in which the row begins hands over cached blocks.
-        if len(state.table) * self.limits.block_size < state.num_computed:
+        num_computed = state.num_computed - len(state.table) * self.limits.block_size
+        if num_computed >= self.limits.block_size:
             self._blocks.hit(row, block)
+        elif num_computed > 0:
+            if not self._held.has(block):
+                raise PlanError(f"row {row} begins within block {block}, which nobody has left")
+            self._blocks.go_on(row, block, num_computed)
         else:
             self._blocks.take(row, block)
+            self._held.drop(block)
         state.table.append(block)
         return row, len(state.table) - 1, block
 
     def _check_computed(self, new: NewRow) -> None:
         table = self._states[new.row].table
-        num_cached = new.num_computed_tokens // self.limits.block_size
+        num_cached = -(-new.num_computed_tokens // self.limits.block_size)
         if len(table) < num_cached:
             raise PlanError(
                 f"row {new.row} begins with {new.num_computed_tokens} computed tokens and {len(table)} blocks "
@@ -316,6 +354,9 @@ class Mirror:
             )
         if len(set(table[:num_cached])) != num_cached:
             raise PlanError(f"row {new.row} begins with a block twice: {table[:num_cached]}")
+        if self._held and num_cached:
+            name = f"row {new.row} ({new.request})"
+            self._held.check(name, unpack_ints(new.token_ids), table[:num_cached], new.num_computed_tokens)
 
     def _fork_all(self, forks: list[Fork], sampling: set[int]) -> None:
         for fork in forks:
@@ -343,21 +384,9 @@ class Mirror:
         size = self.limits.block_size
         if end > len(state.table) * size:
             raise PlanError(f"row {row} has {len(state.table)} blocks, too few for {end} tokens")
+        if begin % size:
+            self._held.drop(state.table[begin // size])
         for place in range(begin // size, -(-end // size)):
             self._blocks.write(row, state.table[place], min(end - place * size, size))
         state.num_computed = end
         return begin
-
-
-def check_sampling_ids(sampling: RowSampling, vocab_size: int) -> None:
-    """Check the ids in a row's parameters.
-
-    Raises:
-        PlanError: one lies outside of the vocabulary.
-        MalformedMessage: a list is no column.
-    """
-    for what in ("stop_token_ids", "allowed_token_ids", "logit_bias_ids", "bad_word_ids"):
-        values = unpack_ints(getattr(sampling, what))
-        if values and not (min(values) >= 0 and max(values) < vocab_size):
-            name = what.removesuffix("_ids") if what == "logit_bias_ids" else what
-            raise PlanError(f"{name} holds an id outside of [0, {vocab_size})")

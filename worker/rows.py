@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from octavo.wire.held_rows import HeldRow
 from octavo.wire.plan import StepPlan
 from octavo.worker.mirror import Mirror, PromptPart, RowLimits, RowState, Step
 from octavo.worker.models.decoder import Batch
@@ -39,9 +40,19 @@ class Rows:
         self._tables = torch.zeros(limits.max_num_seqs, limits.max_blocks, dtype=torch.int32, device=device)
 
     def clear(self) -> None:
-        """Forget every row: the session is over."""
+        """Forget every row, and what the cache holds of any."""
         self._mirror.clear()
         self._samplers.clear()
+
+    def hold(self) -> list[HeldRow]:
+        """Forget every row: the session is over. Return those that the next one may go on from."""
+        held = self._mirror.hold(lambda row, count: self.ids[row, :count].tolist())
+        self._samplers.clear()
+        return held
+
+    def lose(self, row: int) -> None:
+        """Let nobody go on from a live row in another session: what it holds is broken."""
+        self._mirror.lose(row)
 
     def __len__(self) -> int:
         return len(self._mirror)

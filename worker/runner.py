@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.ops import Ops
+from octavo.wire.columns import unpack_ints
+from octavo.wire.held_rows import HeldRow
 from octavo.wire.plan import StepPlan, StepResult
 from octavo.worker.grammar import Grammars, settle
 from octavo.worker.mirror import RowLimits
@@ -104,8 +106,15 @@ class EagerRunner:
         results, self._results = self._results, []
         return results
 
+    def hold(self) -> list[HeldRow]:
+        """Forget rows and results: the session is over. Return the rows that the next one may go on from."""
+        held = self.rows.hold()
+        self._grammars.clear()
+        self._results = []
+        return held
+
     def clear(self) -> None:
-        """Forget rows and results: the session is over."""
+        """Forget rows and results, and what the cache holds of any."""
         self.rows.clear()
         self._grammars.clear()
         self._results = []
@@ -146,7 +155,11 @@ class EagerRunner:
             self.rows.store(row, PLACEHOLDER_TOKEN if outcome.token is None else outcome.token)
         self._synchronize()
         parts_told = told.collect() if told is not None else []
-        return step_result(plan, planned.sampling_rows, sampled, parts_told, (time.monotonic_ns() - started) // 1000)
+        compute_us = (time.monotonic_ns() - started) // 1000
+        result = step_result(plan, planned.sampling_rows, sampled, parts_told, compute_us)
+        for row in unpack_ints(result.fault_row):
+            self.rows.lose(row)
+        return result
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -3,8 +3,10 @@ instructions alone."""
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from octavo.scheduler.adoption import GRACE_S
 from octavo.scheduler.config import Limits, SchedulerConfig, resolve_limits
 from octavo.scheduler.events import (
     CacheResetRequested,
@@ -24,6 +26,7 @@ from octavo.scheduler.instructions import (
     EndWorkerSession,
     Instruction,
     SendPlan,
+    TellAdopted,
 )
 from octavo.scheduler.simulate.deaths import Deaths, RequestName
 from octavo.scheduler.simulate.workload import NOT_AGAIN
@@ -54,6 +57,8 @@ class _RowUse:
     own: dict[int, int] = field(default_factory=dict)
     """Blocks that it was given to write, with the plan that gave them."""
     table: set[int] = field(default_factory=set)
+    held: Sequence[int] = ()
+    """Table of the row that the worker reported for it."""
 
 
 @dataclass(slots=True)
@@ -63,6 +68,10 @@ class _Epoch:
     id: SessionId
     boot_id: str
     limits: Limits
+    held: dict[tuple[str, int], Sequence[int]]
+    """Tables of the rows that the worker reported, by request and choice."""
+    grace_end: float
+    """So long requests may wait for others that go on from such rows."""
     num_sent: int = 0
     num_completed: int = 0
     num_faults: int = 0
@@ -74,7 +83,9 @@ class _Epoch:
     entries: Counter[tuple[RequestName, int]] = field(default_factory=Counter)
     block_root: dict[int, bytes] = field(default_factory=dict)
     block_step: dict[int, int] = field(default_factory=dict)
-    """Plan that gave a block out to be written."""
+    """Plan that gave a block out to be written, or handed it to the first that went on from its reported row."""
+    given: set[int] = field(default_factory=set)
+    """Blocks that were given out to be written."""
     broken: dict[int, RequestName] = field(default_factory=dict)
     """Blocks that rows with broken values wrote, and whose rows these were, until they are given out anew."""
     outstanding: dict[int, dict[int, _RowUse]] = field(default_factory=dict)
@@ -97,6 +108,7 @@ class Auditor:
         self.stats = stats
         self._config = config
         self._live: dict[RequestName, _Live] = {}
+        self._names: dict[str, RequestName] = {}  # by the name that plans have for it
         self._epoch: _Epoch | None = None
         self._deaths = Deaths(config.pipeline_depth)
         self._lost_at: float | None = None
@@ -140,12 +152,12 @@ class Auditor:
                     if self._epoch is not None and self._epoch.id == session:
                         self._lose_worker(now, "")
                     self.stats["step timeouts"] += 1
-                case AnswerCacheReset() | SendPlan():
+                case AnswerCacheReset() | SendPlan() | TellAdopted():
                     pass
         for instruction in instructions:
             if isinstance(instruction, SendPlan):
                 self._on_plan(instruction.plan)
-        self._check_progress()
+        self._check_progress(now)
 
     # Events
 
@@ -154,8 +166,8 @@ class Auditor:
             case StepCompleted(result):
                 if (epoch := self._epoch) is not None and result.epoch == epoch.id:
                     self._on_result(result, epoch)
-            case RequestSubmitted(frontend, message):
-                self._on_submitted(frontend, message)
+            case RequestSubmitted(frontend, message, owner):
+                self._on_submitted(frontend, message, owner)
             case RequestCancelled(frontend, cancel):
                 self._end_request((frontend, cancel.handle))
             case ChoiceStopped(frontend, finish):
@@ -166,7 +178,7 @@ class Auditor:
                 for lost in [name for name in self._live if name[0] == frontend]:
                     del self._live[lost]
             case WorkerReady():
-                self._begin_epoch(event)
+                self._begin_epoch(event, now)
             case WorkerLost(session, _, is_orderly):
                 if self._epoch is not None and self._epoch.id == session:
                     self._lose_worker(now, None if is_orderly else self._epoch.boot_id)
@@ -190,15 +202,19 @@ class Auditor:
             self._just_ended.add(name)
             self._just_ended.update((name, choice) for choice in live.choices)
 
-    def _on_submitted(self, frontend: SessionId, message: SubmitRequest) -> None:
+    def _on_submitted(self, frontend: SessionId, message: SubmitRequest, owner: str) -> None:
         choices = set(range(message.num_choices)) - set(unpack_ints(message.finished_choices))
         self._num_submitted += 1
+        self._names[f"{owner or format(frontend, 'x')}-{message.handle}"] = (frontend, message.handle)
         self._live[frontend, message.handle] = _Live(self._num_submitted, message.prefix_root, choices)
         self.stats["replays"] += bool(message.output_ids)
 
-    def _begin_epoch(self, ready: WorkerReady) -> None:
+    def _begin_epoch(self, ready: WorkerReady, now: float) -> None:
         self._deaths.settle(ready.boot_id, self._live)
-        self._epoch = _Epoch(ready.epoch, ready.boot_id, resolve_limits(self._config, ready.facts))
+        held = {(row.request, row.choice): unpack_ints(row.block_table) for row in ready.held_rows}
+        grace_end = now + (GRACE_S if held else 0.0)
+        limits = resolve_limits(self._config, ready.facts)
+        self._epoch = _Epoch(ready.epoch, ready.boot_id, limits, held, grace_end)
         self._epoch.num_alone = self._deaths.num_suspects
         self._lost_at = None
         self.stats["epochs"] += 1
@@ -287,14 +303,15 @@ class Auditor:
 
     def _follow_rows(self, plan: StepPlan, epoch: _Epoch) -> None:
         for new in plan.new_rows:
-            frontend, _, handle = new.request.partition("-")
-            name = (SessionId(int(frontend, 16)), int(handle))
-            if (live := self._live.get(name)) is None:
+            name = self._names.get(new.request)
+            if name is None or (live := self._live.get(name)) is None:
                 raise Violation(f"plan {plan.step} begins {new.request}, which has ended")
             if not live.is_started:
                 live.is_started = True
-                self._check_order(name, live)
-            self._take_row(plan, epoch, new.row, _RowUse(name, new.choice, live.root))
+                if not (new.num_computed_tokens and (new.request, new.choice) in epoch.held):
+                    self._check_order(name, live)
+            held = epoch.held.pop((new.request, new.choice), ())
+            self._take_row(plan, epoch, new.row, _RowUse(name, new.choice, live.root, held=held))
             epoch.entries[name, new.choice] += 1
             num_excused = epoch.num_faults + epoch.num_alone
             if epoch.entries[name, new.choice] > 1 + self._config.max_preemptions + num_excused:
@@ -337,7 +354,7 @@ class Auditor:
                 raise Violation(f"plan {plan.step}: {use.request} goes on from block {block}, whose values are broken")
 
     def _follow_blocks(self, plan: StepPlan, epoch: _Epoch) -> None:
-        num_found = {new.row: new.num_computed_tokens // epoch.limits.block_size for new in plan.new_rows}
+        num_found = {new.row: epoch.limits.blocks_for(new.num_computed_tokens) for new in plan.new_rows}
         found: list[tuple[int, int]] = []
         if not plan.append_row and not plan.copy_row:
             return
@@ -353,13 +370,21 @@ class Auditor:
             self._give_block(plan, epoch, row, block)
             self.stats["copies"] += 1
         for row, block in found:
-            self._check_found(plan, epoch, row, block)
+            use = epoch.rows[row]
+            if block in use.held and block not in epoch.given:
+                # That it holds the right tokens is seen by the worker, which reads them.
+                self.stats["blocks adopted"] += 1
+                epoch.block_root.setdefault(block, use.root)
+                epoch.block_step.setdefault(block, plan.step)
+            else:
+                self._check_found(plan, epoch, row, block)
 
     def _give_block(self, plan: StepPlan, epoch: _Epoch, row: int, block: int) -> None:
         use = epoch.rows[row]
         use.own[block] = epoch.block_step[block] = plan.step
         use.table.add(block)
         epoch.block_root[block] = use.root
+        epoch.given.add(block)
         epoch.broken.pop(block, None)
 
     def _check_found(self, plan: StepPlan, epoch: _Epoch, row: int, block: int) -> None:
@@ -376,8 +401,8 @@ class Auditor:
         if epoch.block_step[block] <= epoch.reset_at:
             raise Violation(f"plan {plan.step}: block {block} was found, but the cache was reset at {epoch.reset_at}")
 
-    def _check_progress(self) -> None:
+    def _check_progress(self, now: float) -> None:
         """A worker, requests, and nothing under way: nobody would ever wake the scheduler."""
         epoch = self._epoch
-        if epoch is not None and self._live and epoch.num_sent == epoch.num_completed:
+        if epoch is not None and self._live and epoch.num_sent == epoch.num_completed and now >= epoch.grace_end:
             raise Violation(f"{len(self._live)} requests, a worker, and no plan")

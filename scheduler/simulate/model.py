@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from octavo.scheduler.beams import BeamSearch
 from octavo.wire.columns import pack_floats, pack_ints, unpack_ints
 from octavo.wire.handshake import WorkerFacts
+from octavo.wire.held_rows import HeldRow, prompt_digest
 from octavo.wire.ids import NULL_BLOCK
 from octavo.wire.plan import FAULT_NONFINITE_LOGITS, FLAG_SAMPLE, RowLogprobs, RowSampling, StepPlan, StepResult
 from octavo.wire.prompt_logprobs import PromptLogprobs
@@ -66,27 +66,6 @@ def hash_rule(vocab_size: int) -> Rule:
     return rule
 
 
-def solo_run(
-    rule: Rule,
-    prompt: Sequence[int],
-    *,
-    seed: int,
-    choice: int,
-    max_output: int,
-    stop_ids: Sequence[int] = (),
-    min_tokens: int = 0,
-    vocab_size: int,
-) -> list[int]:
-    """Return what a request gets when it is alone in the world: the reference for every schedule."""
-    output: list[int] = []
-    while len(output) < max_output:
-        masked = stop_ids if len(output) < min_tokens else ()
-        output.append(draw(rule([*prompt, *output], seed, choice), masked, vocab_size))
-        if output[-1] in stop_ids and len(output) > min_tokens:
-            break
-    return output
-
-
 @dataclass
 class MirrorRow:
     """What the worker holds of one row."""
@@ -100,10 +79,12 @@ class MirrorRow:
     table: list[int] = field(default_factory=list)
     stop_ids: Sequence[int] = ()
     first_told: int = 0
+    is_lost: bool = False
+    """It faulted, or is a beam: nobody goes on from it in another session."""
 
 
 class FakeModel:
-    """One epoch of a worker; plans come in order through `execute`.
+    """A worker's cache and, until `forget`, its rows of one session; plans come in order through `execute`.
 
     A row whose fault rule holds is sick: what it writes is GARBAGE, as if it were NaN, and so is every row that reads
     it. Such rows fault when they sample.
@@ -140,6 +121,36 @@ class FakeModel:
         self._apply_appends(plan)
         return self._compute(plan)
 
+    def report(self) -> list[HeldRow]:
+        """Return what can be gone on from in another session."""
+        return [
+            HeldRow(
+                state.request,
+                state.choice,
+                state.num_prompt,
+                prompt_digest(pack_ints(state.ids[: state.num_prompt])),
+                pack_ints(state.ids[state.num_prompt :]),
+                state.num_computed,
+                pack_ints(state.table),
+            )
+            for state in self.rows.values()
+            if state.num_computed and not state.is_lost and not self._has_to_tell(state)
+        ]
+
+    def forget(self, kept: Sequence[HeldRow]) -> None:
+        """Forget every row: the session is over. Of the cache only the blocks of some rows stay as they are."""
+        blocks = {block for row in kept for block in unpack_ints(row.block_table)}
+        for block in range(self.facts.num_blocks):
+            if block not in blocks:
+                self._blocks[block] = [POISON] * self.facts.block_size
+        self.rows.clear()
+        self._holders = [0] * self.facts.num_blocks
+        self.num_steps = 0
+
+    def _has_to_tell(self, state: MirrorRow) -> bool:
+        first = max(state.num_computed + 1, state.first_told)
+        return state.sampling.prompt_logprobs >= 0 and first < state.num_prompt
+
     def _apply_rows(self, plan: StepPlan) -> None:
         for row in unpack_ints(plan.freed_rows):
             if row not in self.rows:
@@ -153,8 +164,6 @@ class FakeModel:
             ids = list(unpack_ints(new.token_ids))
             if not 0 < new.num_prompt_tokens <= len(ids) or not 0 <= new.num_computed_tokens < len(ids):
                 raise PlanError(f"odd counts in {new}")
-            if new.num_computed_tokens % self.facts.block_size:
-                raise PlanError(f"row {new.row} begins within a block: {new.num_computed_tokens} tokens are computed")
             stop_ids = unpack_ints(new.sampling.stop_token_ids)
             self.rows[new.row] = MirrorRow(
                 new.request,
@@ -185,6 +194,7 @@ class FakeModel:
                 raise PlanError(f"plan {plan.step} lets row {row} go on as another one, but it is in use")
         for row, _, token in beams:
             self.rows[row].ids[-1] = token
+            self.rows[row].is_lost = True
 
     def _copy_row(self, state: MirrorRow, target: int, choice: int) -> None:
         self.rows[target] = MirrorRow(
@@ -196,6 +206,7 @@ class FakeModel:
             state.num_computed,
             list(state.table),
             state.stop_ids,
+            is_lost=state.is_lost,
         )
         for block in state.table:
             self._holders[block] += 1
@@ -227,9 +238,11 @@ class FakeModel:
             state = self._live(plan, row)
             if block in state.table:
                 raise PlanError(f"block {block} is in the table of row {row} already")
-            if len(state.table) >= state.num_computed // size:
+            if len(state.table) * size >= state.num_computed:
                 self._check_fresh(plan, row, block)
                 self._blocks[block] = [POISON] * size
+            elif (len(state.table) + 1) * size > state.num_computed:
+                self._check_fresh(plan, row, block)  # adopted: it goes on to write there
             elif not NULL_BLOCK < block < self.facts.num_blocks:
                 raise PlanError(f"block {block} of {self.facts.num_blocks}")
             else:
@@ -333,6 +346,7 @@ class FakeModel:
             state = self.rows[row]
             sampling = state.sampling
             if GARBAGE in seen[row]:
+                state.is_lost = True
                 faults.append(row)
                 state.ids.append(0)
                 continue
@@ -362,15 +376,6 @@ def candidates(token: int, ids: Sequence[int], count: int, vocab_size: int) -> l
     """Return the likeliest ids and their log-probabilities, the drawn one first, which depend on every id and its place."""
     crc = zlib.crc32(pack_ints(ids))
     return [((token + i) % vocab_size, -0.5 - i / 16 - (crc >> i % 16 & 0xFF) / 512) for i in range(count)]
-
-
-def solo_search(rule: Rule, prompt: Sequence[int], *, seed: int, search: BeamSearch, vocab_size: int) -> BeamSearch:
-    """Run a search to its end as if it were alone in the world: the reference for every schedule."""
-    beams: list[list[int]] = [list(prompt)]
-    while not search.is_over:
-        of_beams = [candidates(rule(ids, seed, 0), ids, search.num_candidates, vocab_size) for ids in beams]
-        beams = [[*beams[parent], token] for parent, token in search.step(of_beams)]
-    return search
 
 
 def told_of_prompt(of: int, ids: Sequence[int], first: int, end: int, num_top: int, vocab_size: int) -> PromptLogprobs:

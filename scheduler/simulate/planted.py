@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
+from octavo.scheduler.adoption import Adoption, Start
 from octavo.scheduler.batch import Batch
 from octavo.scheduler.blocks import BlockPool
 from octavo.scheduler.cache import PrefixCache
@@ -135,6 +136,29 @@ def _mercy() -> AbstractContextManager[None]:
     return _replaced(Suspects, "settle", make)
 
 
+def _token() -> AbstractContextManager[None]:
+    """Who goes on from a worker's row counts one token more as computed than is."""
+
+    def make(real: Callable[[Adoption, Sequence], Start | None]) -> Callable[[Adoption, Sequence], Start | None]:
+        def find(adoption: Adoption, sequence: Sequence) -> Start | None:
+            if (start := real(adoption, sequence)) is None or start.num_tokens % adoption._block_size == 0:
+                return start
+            return start._replace(num_tokens=start.num_tokens + 1)
+
+        return find
+
+    return _replaced(Adoption, "find", make)
+
+
+def _cut() -> AbstractContextManager[None]:
+    """Blocks of a worker's rows are gone on from though they were given out since."""
+
+    def make(_: object) -> Callable[[Adoption, BlockId], None]:
+        return lambda adoption, block: None
+
+    return _replaced(Adoption, "cut", make)
+
+
 PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "refcount": _refcount,
     "withdrawal": _withdrawal,
@@ -145,5 +169,7 @@ PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "together": _together,
     "grudge": _grudge,
     "mercy": _mercy,
+    "token": _token,
+    "cut": _cut,
 }
 """By the name that --plant takes."""

@@ -79,6 +79,8 @@ class SimScheduler(Process):
         figures, stats = self.service.core.figures, self.world.stats
         stats["preemptions"] += figures.num_preemptions
         stats["recomputed tokens"] += figures.num_recomputed_tokens
+        stats["rows adopted"] += figures.num_adopted_rows
+        stats["tokens adopted"] += figures.num_adopted_tokens
         stats["old results"] += figures.num_old_results
         stats["malformed"] += self.link.num_malformed
         stats["strays"] += self.service.sessions.num_strays

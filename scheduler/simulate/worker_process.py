@@ -1,7 +1,10 @@
 """A simulated worker: the real Peer around the model that reads its ids through the block tables."""
 
 from collections import deque
-from typing import cast
+from random import Random
+from typing import Any, cast
+
+from msgspec.structs import replace
 
 from octavo.scheduler.simulate.links import DealerLink, Network
 from octavo.scheduler.simulate.model import FakeModel, hash_rule
@@ -10,9 +13,10 @@ from octavo.scheduler.simulate.workload import is_deadly, is_sick
 from octavo.scheduler.simulate.world import Process, Violation, World
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S, DealerChannel
 from octavo.wire.codec import FromScheduler
-from octavo.wire.columns import unpack_ints
+from octavo.wire.columns import pack_ints, unpack_ints
 from octavo.wire.handshake import PROTOCOL_VERSION, WorkerFacts, WorkerHello, WorkerWelcome
-from octavo.wire.ids import BootId
+from octavo.wire.held_rows import HeldRow, HeldRows
+from octavo.wire.ids import NULL_BLOCK, BootId
 from octavo.wire.peer import Peer, PeerEvent, PeerRefused, SessionBegan, SessionEnded, Waiting
 from octavo.wire.plan import StepPlan
 
@@ -38,10 +42,11 @@ class SimWorker(Process):
         self.doom: str | None = None
         self.hang_s = 0.0
         self.refused: str | None = None
-        self.model: FakeModel | None = None
+        self.model: FakeModel | None = None  # of the present session
+        self._cache = FakeModel(facts, hash_rule(VOCAB_SIZE), is_sick)
+        self._held: list[HeldRow] = []  # of the newest session that had plans
         self._compute_s = compute_s
         self._loaded_at = world.now + load_s
-        self._rule = hash_rule(VOCAB_SIZE)
         self._plans: deque[StepPlan] = deque()
         self._busy_until: float | None = None
         self.link = DealerLink(network, boot_id, self.wake)
@@ -84,7 +89,8 @@ class SimWorker(Process):
 
     def _make_hello(self) -> WorkerHello:
         is_loaded = self.world.now >= self._loaded_at
-        return WorkerHello(PROTOCOL_VERSION, DIGEST, self.boot_id, 2, facts=self.facts if is_loaded else None)
+        facts = self.facts if is_loaded else None
+        return WorkerHello(PROTOCOL_VERSION, DIGEST, self.boot_id, 2, facts=facts, num_held_rows=len(self._held))
 
     def _listen(self) -> None:
         if self.doom == "before receive" and self.peer.session_id and len(self.link):
@@ -102,10 +108,12 @@ class SimWorker(Process):
             case SessionBegan(_, welcome):
                 if not isinstance(welcome, WorkerWelcome) or self.world.now < self._loaded_at:
                     raise Violation(f"a worker was welcomed with {welcome}")
-                self.model = FakeModel(self.facts, self._rule, is_sick)
+                self.model = self._cache
                 self._plans.clear()
                 self.world.stats["worker sessions"] += 1
+                self._report()
             case SessionEnded():
+                self._remember()
                 self.model = None
                 self._plans.clear()
                 self.world.stats["worker sessions ended"] += 1
@@ -117,6 +125,28 @@ class SimWorker(Process):
                 pass
             case _:
                 raise Violation(f"a worker was sent {event}")
+
+    def _remember(self) -> None:
+        """Keep what the session leaves behind; a part of it, where all would be too much to tell."""
+        if self._cache.num_steps:
+            self._held = self._cache.report()
+            if self.world.chance(0.1):
+                self._held = [row for row in self._held if self.world.chance(0.5)]
+        self._cache.forget(self._held)
+
+    def _report(self) -> None:
+        """Tell what is held, in one message or in several; now and then what cannot be true."""
+        if not self._held:
+            return
+        rows, random = self._held, self.world.random
+        self.world.stats["rows reported"] += len(rows)
+        if self.world.chance(0.1):
+            rows = spoil(rows, random)
+            self.world.stats["reports that lie"] += 1
+        cut = random.randint(0, len(rows))
+        parts = [HeldRows(tuple(rows[:cut]), False), HeldRows(tuple(rows[cut:]), True)]
+        for part in parts if self.world.chance(0.5) else [HeldRows(tuple(rows), True)]:
+            self.peer.send(part)
 
     def _begin_step(self) -> None:
         if self.doom == "after receive":
@@ -151,3 +181,24 @@ class SimWorker(Process):
     def _die(self) -> None:
         self.world.stats[f"worker died {self.doom}"] += 1
         self.vanish()
+
+
+def spoil(rows: list[HeldRow], random: Random) -> list[HeldRow]:
+    """Return rows one of which is not as the worker had it, which the scheduler can see."""
+    at = random.randrange(len(rows))
+    row = rows[at]
+    others = [each for each in range(len(rows)) if rows[each].request != row.request]
+    table = unpack_ints(row.block_table)
+    if others and random.random() < 0.5:  # two rows under each other's names
+        other = random.choice(others)
+        spoiled = list(rows)
+        spoiled[at] = replace(rows[other], request=row.request, choice=row.choice)
+        spoiled[other] = replace(row, request=rows[other].request, choice=rows[other].choice)
+        return spoiled
+    lies: list[dict[str, Any]] = [
+        {"block_table": pack_ints([*table[:-1], NULL_BLOCK])},
+        {"block_table": pack_ints([*table, table[0]])},
+        {"prompt_digest": bytes(32)},
+        {"output_ids": pack_ints([VOCAB_SIZE]) + row.output_ids},
+    ]
+    return [*rows[:at], replace(row, **random.choice(lies)), *rows[at + 1 :]]

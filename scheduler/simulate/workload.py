@@ -11,8 +11,9 @@ from random import Random
 from octavo.scheduler.beams import BeamSearch, Hypothesis
 from octavo.scheduler.config import Limits
 from octavo.scheduler.groups import most_blocks
-from octavo.scheduler.simulate.model import hash_rule, solo_search
+from octavo.scheduler.simulate.model import hash_rule
 from octavo.scheduler.simulate.scenario import DIGEST, VOCAB_SIZE, Traffic
+from octavo.scheduler.simulate.solo import solo_search
 from octavo.scheduler.simulate.world import Violation
 from octavo.wire.columns import pack_ints
 from octavo.wire.handshake import ServiceFacts

@@ -31,7 +31,8 @@ from octavo.scheduler.instructions import (
     Instruction,
     SendPlan,
 )
-from octavo.scheduler.simulate.model import FakeModel, FaultRule, Rule, hash_rule, solo_run, solo_search, told_of_prompt
+from octavo.scheduler.simulate.model import FakeModel, FaultRule, Rule, hash_rule, told_of_prompt
+from octavo.scheduler.simulate.solo import solo_run, solo_search
 from octavo.wire.columns import unpack_ints
 from octavo.wire.handshake import WorkerFacts
 from octavo.wire.ids import BootId, SessionId

@@ -15,6 +15,7 @@ from octavo.scheduler.simulate.model import FakeModel, hash_rule, make_facts
 from octavo.wire import handshake
 from octavo.wire.channel import DealerChannel
 from octavo.wire.handshake import WorkerFacts
+from octavo.wire.held_rows import HeldRow
 from octavo.wire.ids import new_boot_id
 from octavo.wire.model_digest import model_digest
 from octavo.wire.peer import Peer, PeerRefused
@@ -81,6 +82,14 @@ class FakeRunner:
         time.sleep(self._seconds_per_step)
         return self.rows.model.execute(plan)
 
+    def hold(self) -> list[HeldRow]:
+        self._results = []
+        if self.rows.model is None:
+            return []
+        held = self.rows.model.report()
+        self.rows.model.forget(held)
+        return held
+
     def clear(self) -> None:
         self.rows.clear()
         self._results = []
@@ -116,7 +125,7 @@ def main(arguments: list[str]) -> int:
         with StopSignal() as stop, zmq.Context() as context:
             peer = Peer(DealerChannel(context, args.scheduler_address, boot_id), identity.hello, time.monotonic)
             try:
-                WorkerLoop(peer, FakeRunner(facts, args.seconds_per_step), stop).run()
+                WorkerLoop(peer, identity, FakeRunner(facts, args.seconds_per_step), stop).run()
             finally:
                 if not peer.channel.socket.closed:
                     peer.channel.close()

@@ -10,6 +10,7 @@ from octavo.wire.channel import RouterChannel
 from octavo.wire.codec import FromPeer, FromScheduler
 from octavo.wire.errors import SessionLost
 from octavo.wire.handshake import Heartbeat, Wait, WorkerHello, WorkerWelcome
+from octavo.wire.held_rows import HeldRows
 from octavo.wire.ids import SessionId
 from octavo.wire.requests import WorkerFigures
 from octavo.wire.session import Session
@@ -30,7 +31,7 @@ class ScriptedScheduler:
         self._inbox: list[tuple[bytes, int, FromPeer]] = []
 
     def hear(self, kind: type[T]) -> T:
-        """Return the next message of a kind; heartbeats and Hellos on the way are skipped, anything else is an error."""
+        """Return the next message of a kind; heartbeats, Hellos and reports of rows are skipped, all else is an error."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             if not self._inbox:
@@ -40,7 +41,7 @@ class ScriptedScheduler:
             self.identity, _, message = self._inbox.pop(0)
             if isinstance(message, kind):
                 return message
-            if not isinstance(message, Heartbeat | WorkerHello | WorkerFigures):
+            if not isinstance(message, Heartbeat | WorkerHello | WorkerFigures | HeldRows):
                 raise AssertionError(f"expected {kind.__name__}, heard {message}")
         raise AssertionError(f"no {kind.__name__} came in {WAIT_S} s")
 

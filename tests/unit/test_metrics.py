@@ -152,6 +152,7 @@ def test_the_scheduler_counts_steps_by_their_results() -> None:
     [
         ("", ""),
         ("the next plan", "next_plan"),
+        ("requests that may go on from the worker's rows", "adoption"),
         ("4 of 4 rows (max_num_seqs)", "rows"),
         ("3 more free blocks", "blocks"),
         ("free blocks", "blocks"),

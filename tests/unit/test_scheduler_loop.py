@@ -511,13 +511,13 @@ def test_plans_and_results_are_traced(context: "zmq.Context[zmq.Socket[bytes]]",
         frontend.connect()
         frontend.send(make_submit(3, [1, 2], 2))
         frontend.until(lambda: bool(frontend.received.finished))
-        epoch, session = f"{worker.epochs[0]:x}", frontend.peer.session_id
+        epoch = f"{worker.epochs[0]:x}"
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
         assert line.pop("time_s") > 0
         assert line.pop("epoch") == epoch
     plans = [line for line in lines if "plan" in line]
-    name = f"{session:x}-3/0"
+    name = f"{frontend.boot_id}-3/0"
     assert plans == [
         {
             "plan": 1,

@@ -20,10 +20,12 @@ from octavo.scheduler.events import (
 )
 from octavo.scheduler.idle import CHECK_INTERVAL_S, IDLE_BEFORE_CHECK_S, IdleCheck
 from octavo.scheduler.loop import Loop
+from octavo.scheduler.reports import REPORT_TIMEOUT_S
 from octavo.scheduler.service import Service
 from octavo.scheduler.sessions import MAX_UNKNOWN_ANSWERS, Sessions
 from octavo.scheduler.simulate.model import make_facts
 from octavo.wire.codec import Envelope, FromPeer, FromScheduler
+from octavo.wire.columns import pack_ints
 from octavo.wire.errors import SessionLost
 from octavo.wire.handshake import (
     PROTOCOL_VERSION,
@@ -38,6 +40,7 @@ from octavo.wire.handshake import (
     WorkerState,
     WorkerWelcome,
 )
+from octavo.wire.held_rows import HeldRow, HeldRows
 from octavo.wire.ids import BootId, SessionId
 from octavo.wire.requests import (
     CancelRequest,
@@ -138,6 +141,70 @@ def test_a_frontend_that_came_early_is_welcomed_when_the_worker_is_ready() -> No
         (b"w", WorkerWelcome),
         (b"f", FrontendWelcome),
     ]
+
+
+def held(number: int) -> HeldRow:
+    return HeldRow(f"f-{number}", 0, 1, bytes(32), b"", 1, pack_ints([number]))
+
+
+REPORTING_HELLO = replace(WORKER_HELLO, num_held_rows=3)
+REPORT = HeldRows((held(1), held(2)), is_last=False), HeldRows((held(3),), is_last=True)
+
+
+def test_a_worker_with_rows_is_ready_when_its_report_is_whole() -> None:
+    stage = Stage()
+    stage.hello(b"f", FRONTEND_HELLO)
+    stage.hello(b"w", REPORTING_HELLO)
+    stage.say(b"w", REPORT[0])
+    assert stage.events() == []
+    assert [type(message) for _, message in stage.take_sent()] == [Wait, WorkerWelcome]
+    stage.say(b"w", REPORT[1])
+    rows = (held(1), held(2), held(3))
+    assert stage.events() == [WorkerReady(stage.session(b"w"), make_facts(), BootId("w"), rows)]
+    assert [type(message) for _, message in stage.take_sent()] == [FrontendWelcome]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [],
+        [REPORT[0]],
+        [replace(REPORT[0], is_last=True)],
+        [REPORT[0], REPORT[0]],
+        [REPORT[0], REPORT[0], REPORT[1]],
+    ],
+    ids=["nothing", "not whole", "too few", "too many", "goes on"],
+)
+def test_a_report_that_is_not_as_announced_is_discarded(parts: list[HeldRows]) -> None:
+    stage = Stage()
+    stage.hello(b"w", REPORTING_HELLO)
+    for part in parts:
+        stage.say(b"w", part)
+    stage.pass_time(REPORT_TIMEOUT_S)
+    assert stage.events() == [WorkerReady(stage.session(b"w"), make_facts(), BootId("w"))]
+    stage.say(b"w", REPORT[1])  # late
+    assert stage.events() == []
+    assert stage.sessions.peers.worker is not None
+
+
+def test_a_worker_cannot_hold_more_rows_than_it_has() -> None:
+    stage = Stage()
+    stage.hello(b"w", replace(WORKER_HELLO, num_held_rows=10**6))
+    stage.say(b"w", REPORT[0])
+    assert stage.events() == [WorkerReady(stage.session(b"w"), make_facts(), BootId("w"))]
+
+
+def test_a_worker_that_is_lost_while_it_reports_was_never_ready() -> None:
+    stage = Stage()
+    stage.hello(b"w", REPORTING_HELLO)
+    stage.say(b"w", Goodbye("told to stop"))
+    stage.pass_time(REPORT_TIMEOUT_S)
+    assert [type(event) for event in stage.events()] == [WorkerLost]
+
+
+def test_a_frontend_reports_no_rows(stage: Stage) -> None:
+    stage.say(b"f", REPORT[0])
+    assert stage.events() == [FrontendLost(stage.session(b"f"))]
 
 
 def test_a_drain_reaches_all_frontends_and_those_that_come_later(stage: Stage) -> None:

@@ -4,8 +4,9 @@ from random import Random
 
 import pytest
 
-from octavo.scheduler.simulate.model import hash_rule, solo_run
+from octavo.scheduler.simulate.model import hash_rule
 from octavo.scheduler.simulate.scenario import VOCAB_SIZE, draw_scenario
+from octavo.scheduler.simulate.solo import solo_run
 from octavo.scheduler.simulate.workload import Job, Oracle, Workload, is_sick, make_seed
 from octavo.wire.codec import decode_from_peer, encode
 from octavo.wire.columns import pack_ints, unpack_ints

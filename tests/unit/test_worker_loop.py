@@ -18,15 +18,17 @@ import pytest
 import zmq
 
 from octavo.wire.channel import DealerChannel
+from octavo.wire.columns import pack_ints
 from octavo.wire.errors import MalformedMessage, SessionLost
 from octavo.wire.handshake import PROTOCOL_VERSION, Goodbye, Heartbeat, Refuse, WorkerHello
+from octavo.wire.held_rows import HeldRow, HeldRows, prompt_digest
 from octavo.wire.ids import new_boot_id
 from octavo.wire.live import SERVING, Progress
 from octavo.wire.metrics_catalogue import WORKER
 from octavo.wire.metrics_text import cells_of
 from octavo.wire.model_digest import model_digest
 from octavo.wire.peer import Peer, PeerRefused
-from octavo.wire.plan import StepPlan, StepResult
+from octavo.wire.plan import FLAG_SAMPLE, NewRow, StepPlan, StepResult
 from octavo.wire.requests import WorkerFigures
 from octavo.worker import main
 from octavo.worker.config import WorkerConfig
@@ -35,7 +37,7 @@ from octavo.worker.loading import LoadedWorker, load
 from octavo.worker.loop import LoadingStopped, WorkerIdentity, WorkerLoop, keep_in_touch
 from octavo.worker.main import EXIT_CONFIGURATION, EXIT_OK
 from octavo.worker.metrics import WorkerMetrics
-from tests.support.plan_driver import PlanDriver, generate, tokens_of
+from tests.support.plan_driver import GREEDY, PlanDriver, generate, tokens_of
 from tests.support.tiny_models import TINY_LLAMA, load_worker, worker_config, write_model
 from tests.support.worker_scheduler import ScriptedScheduler
 
@@ -88,6 +90,7 @@ class RunningLoop:
                 self.metrics = WorkerMetrics(self._loaded.sizes, self._loaded.held, lambda: (peer.num_dropped, 0))
                 loop = WorkerLoop(
                     peer,
+                    identity,
                     self._loaded.runner,
                     self.stop,  # type: ignore[arg-type]
                     self.progress,
@@ -190,6 +193,62 @@ def test_a_new_session_starts_with_no_rows(
     scheduler.send(again.plan({0: 5}))
     result = scheduler.hear(StepResult)
     assert (result.epoch, result.step, tokens_of(result)) == (6, 1, {0: expected[0]})
+
+
+def test_the_next_scheduler_is_told_of_the_rows_and_may_go_on_from_them(
+    scheduler: ScriptedScheduler, loop: RunningLoop, loaded: LoadedWorker, expected: list[int]
+) -> None:
+    """F40: what the rows have computed is not lost with the scheduler; only ids that nobody computed are."""
+    driver = begin(scheduler, loaded, 5)
+    for plan in (driver.plan({0: 5}), driver.plan({0: 1})):
+        scheduler.send(plan)
+        scheduler.hear(StepResult)
+    scheduler.send(Goodbye("restarting"))
+    assert scheduler.hear_ready().num_held_rows == 1
+    scheduler.welcome(6)
+    report = scheduler.hear(HeldRows)
+    table = driver.rows[0].table
+    digest = prompt_digest(pack_ints(PROMPT))
+    held = HeldRow("row 0", 0, 5, digest, pack_ints(expected[:2]), 6, pack_ints(table))
+    assert report == HeldRows((held,), is_last=True)
+    new = NewRow(3, "row 0", 0, 5, 6, pack_ints([*PROMPT, *expected[:2]]), GREEDY)
+    plan = StepPlan(
+        epoch=6,
+        step=1,
+        row=pack_ints([3]),
+        num_tokens=pack_ints([1]),
+        flags=pack_ints([FLAG_SAMPLE]),
+        new_rows=(new,),
+        append_row=pack_ints([3] * len(table)),
+        append_block=pack_ints(table),
+    )
+    scheduler.send(plan)
+    assert tokens_of(scheduler.hear(StepResult)) == {3: expected[2]}
+
+
+def test_a_session_without_plans_leaves_everything_for_the_next(
+    scheduler: ScriptedScheduler, loop: RunningLoop, loaded: LoadedWorker
+) -> None:
+    driver = begin(scheduler, loaded, 5)
+    scheduler.send(driver.plan({0: 5}))
+    scheduler.hear(StepResult)
+    reports: list[HeldRows] = []
+    for session in (6, 7):
+        scheduler.send(Goodbye("restarting"))
+        assert scheduler.hear_ready().num_held_rows == 1
+        scheduler.welcome(session)
+        reports.append(scheduler.hear(HeldRows))
+    assert reports[0] == reports[1]
+
+
+def test_an_impossible_plan_leaves_nothing(
+    scheduler: ScriptedScheduler, loop: RunningLoop, loaded: LoadedWorker
+) -> None:
+    driver = begin(scheduler, loaded, 5)
+    scheduler.send(driver.plan({0: 5}))
+    scheduler.hear(StepResult)
+    scheduler.send(msgspec.structs.replace(driver.plan({0: 1}), freed_rows=b"\x07\0\0\0"))
+    assert scheduler.hear_ready().num_held_rows == 0
 
 
 def test_a_scheduler_that_vanishes_is_replaced(address: str, loaded: LoadedWorker, expected: list[int]) -> None:

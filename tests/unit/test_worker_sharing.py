@@ -239,7 +239,7 @@ def test_a_new_session_knows_nothing_of_the_blocks(rows: Rows) -> None:
 @pytest.mark.parametrize(
     ("new", "append", "message"),
     [
-        (new_row(1, 9, 7), [(1, 7), (1, 3)], "row 1 begins with 7 computed tokens, not whole blocks of 4"),
+        (new_row(1, 9, 7), [(1, 7), (1, 3)], "row 1 begins within block 3, which nobody has left"),
         (new_row(1, 8, 8), [(1, 7), (1, 3)], "row 1: 8 tokens, 8 of the prompt, 8 computed"),
         (new_row(1, 9, 12), [(1, 7), (1, 3), (1, 5)], "row 1: 9 tokens, 9 of the prompt, 12 computed"),
         (new_row(1, 9, 8), [(1, 7)], "row 1 begins with 8 computed tokens and 1 blocks of 4"),

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kernels.ops import Ops
-from octavo.wire.columns import pack_ints
+from octavo.wire.columns import pack_ints, unpack_ints
+from octavo.wire.held_rows import HeldRow
 from octavo.wire.plan import StepPlan, StepResult
 from octavo.worker.gpu.device_rows import DeviceRows
 from octavo.worker.gpu.graphs import StepGraphs
@@ -152,8 +153,24 @@ class GpuRunner:
         self._in_flight.clear()
         return self._result(flight)
 
+    def hold(self) -> list[HeldRow]:
+        """Forget rows, and plans in flight once the device is done with them; return the rows to go on from.
+
+        Raises:
+            DeviceHung: it does not come to an end with them.
+        """
+        while self._in_flight:
+            flight = self._in_flight.popleft()
+            flight.done.wait()
+            self._result(flight)  # nobody is told, but rows that faulted are known then
+        with self._on_stream():
+            held = self.rows.hold(lambda row, count: self._device_rows.ids[row, :count].tolist())
+        self._samplers.clear()
+        self._grammars.clear()
+        return held
+
     def clear(self) -> None:
-        """Forget rows and plans in flight: the session is over; returns when the device is done with them.
+        """Forget rows, plans in flight, and what the cache holds; returns when the device is done with them.
 
         Raises:
             DeviceHung: it does not come to an end with them.
@@ -303,7 +320,12 @@ class GpuRunner:
                 # Nothing was masked, so only logits that are not finite leave no id.
                 sampled = [Sampled(None if t < 0 else t, nonfinite=t < 0) for t in tokens.tolist()]
         told = flight.told.collect() if flight.told is not None else []
-        return step_result(flight.plan, flight.rows, sampled, told, compute_us)
+        result = step_result(flight.plan, flight.rows, sampled, told, compute_us)
+        for row in unpack_ints(result.fault_row):
+            # A plan that was launched since may have given it to somebody else.
+            if not any(row in unpack_ints(later.plan.freed_rows) for later in self._in_flight):
+                self.rows.lose(row)
+        return result
 
 
 def _plain_result(flight: _InFlight, tokens: "NDArray[np.int32]", us: int) -> StepResult:

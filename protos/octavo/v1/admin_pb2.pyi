@@ -237,6 +237,8 @@ class SchedulerStatus(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    ADOPTED_ROWS_FIELD_NUMBER: _builtins.int
+    ADOPTED_TOKENS_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     """Requests that have rows."""
     waiting_requests: _builtins.int
@@ -271,6 +273,10 @@ class SchedulerStatus(_message.Message):
     """Most sequences that run at once."""
     waiting_tokens: _builtins.int
     """Prompt tokens, times choices, of requests that wait for their first step."""
+    adopted_rows: _builtins.int
+    """Rows of a worker's earlier session that sequences went on from, after the loss of a scheduler or a connection."""
+    adopted_tokens: _builtins.int
+    """Tokens of these rows that were not computed again."""
     @_builtins.property
     def limits(self) -> Global___QueueLimits:
         """Bounds of the queue and of each caller; unset where the scheduler does not tell them."""
@@ -296,10 +302,12 @@ class SchedulerStatus(_message.Message):
         max_num_seqs: _builtins.int = ...,
         waiting_tokens: _builtins.int = ...,
         limits: Global___QueueLimits | None = ...,
+        adopted_rows: _builtins.int = ...,
+        adopted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "failed_checks", b"failed_checks", "free_blocks", b"free_blocks", "limits", b"limits", "max_num_seqs", b"max_num_seqs", "preemptions", b"preemptions", "prefix_caching", b"prefix_caching", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "running_requests", b"running_requests", "scheduling_policy", b"scheduling_policy", "steps", b"steps", "total_blocks", b"total_blocks", "waiting_reason", b"waiting_reason", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_rows", b"adopted_rows", "adopted_tokens", b"adopted_tokens", "block_size", b"block_size", "cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "failed_checks", b"failed_checks", "free_blocks", b"free_blocks", "limits", b"limits", "max_num_seqs", b"max_num_seqs", "preemptions", b"preemptions", "prefix_caching", b"prefix_caching", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "running_requests", b"running_requests", "scheduling_policy", b"scheduling_policy", "steps", b"steps", "total_blocks", b"total_blocks", "waiting_reason", b"waiting_reason", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from octavo.wire import handshake, plan, requests
+from octavo.wire import handshake, held_rows, plan, requests
 from octavo.wire.errors import MalformedMessage, ProtocolMismatch
 from octavo.wire.ids import SessionId
 
@@ -32,7 +32,12 @@ FromFrontend: TypeAlias = (
     | requests.FrontendDrains
 )
 FromWorker: TypeAlias = (
-    handshake.WorkerHello | handshake.Heartbeat | handshake.Goodbye | plan.StepResult | requests.WorkerFigures
+    handshake.WorkerHello
+    | handshake.Heartbeat
+    | handshake.Goodbye
+    | held_rows.HeldRows
+    | plan.StepResult
+    | requests.WorkerFigures
 )
 FromPeer: TypeAlias = FromFrontend | FromWorker
 ToFrontend: TypeAlias = (

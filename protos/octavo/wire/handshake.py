@@ -60,6 +60,7 @@ class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag="worker-hell
     pid: NonNegative
     rank: NonNegative = 0
     facts: WorkerFacts | None = None
+    num_held_rows: NonNegative = 0  # that it will report first of all (held_rows.py); 0: it sends no report
 
 
 class FrontendWelcome(msgspec.Struct, frozen=True, array_like=True, tag="frontend-welcome"):

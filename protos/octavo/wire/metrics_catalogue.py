@@ -22,9 +22,10 @@ CAUSES = (
 """Why a session ended: the peer said Goodbye; its connection closed, or it did not keep up; no word of it for 10 s; no step
 finished in time; it sent what cannot be; it said Hello again; a new worker has other limits; the scheduler left."""
 
-WAITING_FOR = ("rows", "blocks", "tokens", "own_ids", "plan_size", "worker", "next_plan", "other")
+WAITING_FOR = ("rows", "blocks", "tokens", "own_ids", "plan_size", "worker", "next_plan", "adoption", "other")
 """What the next waiting sequence waits for: --max-num-seqs, the KV cache, --max-num-batched-tokens, ids of its own that are
-being drawn, room in a message, a worker, its turn, or something that a newer scheduler knows."""
+being drawn, room in a message, a worker, its turn, requests that may go on from a worker's rows, or something that a newer
+scheduler knows."""
 
 FAULTS = ("nonfinite_logits", "no_candidate", "grammar")
 

@@ -105,10 +105,13 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """
 
     row: Int31
-    request: str  # names the request in logs and to a scheduler that comes back
+    request: str  # names the request in logs and to a scheduler that comes back: its frontend's boot id and its handle
     choice: Int31  # index among the n choices; keys the noise
     num_prompt_tokens: Int31
-    num_computed_tokens: Int31  # tokens whose keys and values are in blocks that this plan appends first: cache hits
+    num_computed_tokens: (
+        Int31  # tokens whose keys and values are in blocks that this plan appends first: cache hits, ...
+    )
+    # ... in whole blocks, or what the worker has reported of the row (held_rows.py)
     token_ids: bytes  # int32: prompt, then output so far
     sampling: RowSampling
     grammar: Int31 = 0  # 1 + its place among the plan's grammars; 0: none

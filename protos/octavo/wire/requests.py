@@ -246,6 +246,8 @@ class StatusReport(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     waiting_tokens: NonNegative = 0  # prompt tokens, times choices, of requests that wait for their first step
     row: MetricsRow | None = None  # of the scheduler, if metrics were asked for
     worker_row: MetricsRow | None = None  # the newest that the worker told
+    adopted_rows: NonNegative = 0  # rows of an earlier session that sequences went on from
+    adopted_tokens: NonNegative = 0  # of these rows, tokens that were not computed again
 
 
 class ChoiceLogprobs(msgspec.Struct, frozen=True, array_like=True):
