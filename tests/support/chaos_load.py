@@ -64,7 +64,10 @@ def make_asks(number: int, vocab_size: int, max_tokens: int, *, seed: int = 0, t
             case 4:
                 ask = replace(ask, name="stop string", stop_strings=stops, temperature=1.0, min_tokens=2)
             case 5:
-                ask = replace(ask, name="stop ids", stop_ids=(7, 42), min_tokens=4, ignore_eos=False, temperature=1.0)
+                ask = replace(
+                    ask, name="stop ids", stop_ids=(7, 42), min_tokens=min(4, ask.max_tokens), ignore_eos=False
+                )
+                ask = replace(ask, temperature=1.0)
         made.append(ask)
     return made
 
