@@ -19,6 +19,7 @@ _MODULES = {
     "status": "status",
     "drain": "status",
     "live": "live",
+    "replace-scheduler": "status",
     "cache": "cache",
     "keys": "make_keys",
     "doctor": "doctor",

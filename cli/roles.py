@@ -12,6 +12,7 @@ from octavo.cli.model_store import Model, resolve
 from octavo.cli.places import default_scheduler_address
 from octavo.wire import failpoints
 from octavo.wire.live import LiveAnswers, Progress
+from octavo.wire.signals import end_at_once_until_ready
 
 TURN_LIMIT_S = 60.0
 """How long one turn of the scheduler's loop may take; it takes milliseconds."""
@@ -237,6 +238,7 @@ def _watched(role: str, progress: Progress, path: str) -> LiveAnswers:
 
 
 def _begin(role: str, log_level: str, log_format: str, parent_pid: int | None, access_log: bool = False) -> None:
+    end_at_once_until_ready()
     logs.configure(role, log_level, log_format, access_log)
     try:
         failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))

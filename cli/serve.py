@@ -28,6 +28,7 @@ from octavo.cli.places import (
 from octavo.cli.ports import check_port, hold_port
 from octavo.cli.summary import Announcement, announce, http_address
 from octavo.cli.supervisor import STALL_TIMEOUT_S, ChildSpec, Supervisor
+from octavo.wire.signals import has_controlling_terminal
 
 
 def serve(
@@ -178,7 +179,9 @@ def serve(
             keys.key_variables(api_key, admin_api_key),
         ),
     ]
-    supervisor = Supervisor(children, grace_s=grace, stall_timeout_s=stall_timeout)
+    supervisor = Supervisor(
+        children, grace_s=grace, stall_timeout_s=stall_timeout, ends_on_hangup=has_controlling_terminal()
+    )
     announcement = Announcement(access, http_address(_reachable(host), http_port, access), num_frontends, started)
     try:
         sys.exit(asyncio.run(_run(supervisor, announcement)))

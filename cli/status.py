@@ -1,5 +1,6 @@
-"""octavo status and octavo drain: the processes of a running service, its queues and blocks, and its end."""
+"""octavo status, drain and replace-scheduler: the processes of a running service, its queues and blocks, its end."""
 
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Annotated
@@ -85,6 +86,37 @@ def drain(
             typer.echo("drained")
         except grpc.RpcError as error:
             raise connection.failure(error) from error
+
+
+def replace_scheduler(
+    address: Address = DEFAULT_ADDRESS,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when the next scheduler is in session.")] = False,
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Make the scheduler leave, so that whoever supervises starts the next one; requests pause and go on with it."""
+    with connected(address, api_key, tls_ca, tls_cert, tls_key) as connection:
+        stub = admin_pb2_grpc.AdminServiceStub(connection.channel)
+        try:
+            started, old = time.monotonic(), [_boot_ids(status, "scheduler") for status in _get(connection)]
+            request = admin_pb2.ReplaceSchedulerRequest()
+            answer = stub.ReplaceScheduler(request, timeout=_TIMEOUT_S, metadata=connection.metadata)
+            typer.echo(f"the scheduler leaves; requests that have begun: {answer.running_requests}")
+            if not wait:
+                return
+            for status in _watch(connection, 0.1):
+                if (new := _boot_ids(status, "scheduler")) and new not in old and status.ready:
+                    typer.echo(f"the next one is there after {time.monotonic() - started:.1f} s")
+                    return
+            raise typer.Exit(1)  # Ctrl-C
+        except grpc.RpcError as error:
+            raise connection.failure(error) from error
+
+
+def _boot_ids(status: admin_pb2.GetStatusResponse, role: str) -> set[str]:
+    return {process.boot_id for process in status.processes if process.role == role}
 
 
 def _get(connection: Connection) -> Iterator[admin_pb2.GetStatusResponse]:
@@ -173,3 +205,4 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
     app.command(cls=Command)(status)
     app.command(cls=Command)(drain)
+    app.command("replace-scheduler", cls=Command)(replace_scheduler)

@@ -1,12 +1,12 @@
 """The supervisor: starts the processes of a service, restarts what dies, ends them all together.
 
-A child that exits with EXIT_CONFIGURATION is not restarted, since it would fail again: everything ends. So it does when
-a child exits with an error MAX_FAILED_STARTS times in a row, each time within FAILED_START_S. Any other child that ends is
-restarted, first at once, then with a delay that doubles up to MAX_BACKOFF_S, and starts over once a life has lasted
-STABLE_AFTER_S. A child that can be asked whether it is well and does not answer is killed, and then restarted.
+When a child starts again, and when it does not and everything ends, is `octavo.cli.restarts`. A child that can be asked
+whether it is well and does not answer is killed, and then restarted. What a child leaves behind (it leads a process group
+of its own) is killed.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -14,21 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from octavo.cli.program import OCTAVO, SECRET_VARIABLES
+from octavo.cli.restarts import GiveUp, Restarts, how_it_ended, when
 from octavo.cli.watchdog import until_stalled
 from octavo.wire.signals import stop_signals
 
 logger = logging.getLogger(__name__)
 
-EXIT_CONFIGURATION = 2
-FRONTEND = "frontend"
+FRONTEND, SCHEDULER = "frontend", "scheduler"
 KILL_DELAY_S = 5.0
-FIRST_BACKOFF_S = 0.25
-MAX_BACKOFF_S = 30.0
-STABLE_AFTER_S = 60.0
-FAILED_START_S = 5.0
-MAX_FAILED_STARTS = 6
-"""A child that was killed does not count: that says nothing about its next start."""
-EXIT_GAVE_UP = 1
 STALL_TIMEOUT_S = 20.0
 
 
@@ -65,6 +58,7 @@ class Supervisor:
         grace_s: float,
         program: Sequence[str] = OCTAVO,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        ends_on_hangup: bool = True,
     ) -> None:
         """Take the children to start.
 
@@ -73,11 +67,16 @@ class Supervisor:
             grace_s: time that running requests get after SIGTERM; children that live KILL_DELAY_S longer are killed.
             program: what is run with a role and its arguments.
             stall_timeout_s: how long a child that can be asked may leave that without an answer.
+            ends_on_hangup: whether SIGHUP ends everything, as for a program whose terminal is closed; else it replaces
+                the scheduler.
         """
         self._specs = children
         self._program = program
         self._grace_s = grace_s
         self._stall_timeout_s = stall_timeout_s
+        self._ends_on_hangup = ends_on_hangup
+        self._leaving: set[str] = set()  # children that were told to make room for the next one
+        self._tasks: set[asyncio.Task[None]] = set()
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = asyncio.Event()
         self._exit_code = 0
@@ -111,47 +110,75 @@ class Supervisor:
         if self._stopping.is_set():
             if number != signal.SIGHUP:
                 self._signal_all(signal.SIGKILL)
+        elif number == signal.SIGHUP and not self._ends_on_hangup:
+            self.replace(SCHEDULER)
         else:
             logger.info(
                 "%s: running requests get %g s to end; a second signal ends them now", number.name, self._grace_s
             )
             self._stopping.set()
 
+    def replace(self, name: str) -> None:
+        """End a child in good order, and start the next one at once; while that is being done, do nothing."""
+        process = self._processes.get(name)
+        if process is None or name in self._leaving:
+            return
+        logger.info("the %s (pid %d) is replaced", name, process.pid)
+        self._leaving.add(name)
+        self._signal(name, signal.SIGTERM)
+        task = asyncio.create_task(self._kill_late(name, process))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _kill_late(self, name: str, process: asyncio.subprocess.Process) -> None:
+        try:
+            await asyncio.wait_for(process.wait(), KILL_DELAY_S)
+        except TimeoutError:
+            logger.warning("the %s (pid %d) does not leave within %g s: it is killed", name, process.pid, KILL_DELAY_S)
+            process.kill()
+
     async def _keep_alive(self, spec: ChildSpec) -> None:
-        backoff_s = 0.0
-        num_failed_starts = 0
+        restarts = Restarts(spec.name)
         now = asyncio.get_running_loop().time
         while not self._stopping.is_set():
             started = now()
-            code = await self._live(spec)
+            try:
+                pid, code = await self._live(spec)
+            except OSError as error:  # no process or no memory is left for it; that may change
+                delay_s = restarts.after_no_start()
+                logger.error("the %s cannot be started: %s; again %s", spec.name, error, when(delay_s))
+                await self._pause(delay_s)
+                continue
             lasted_s = now() - started
+            was_asked = spec.name in self._leaving
+            self._leaving.discard(spec.name)
             if self._stopping.is_set():
                 return
-            if code == EXIT_CONFIGURATION:
-                self._give_up(f"the {spec.name} cannot start as configured; the service ends", EXIT_CONFIGURATION)
+            next_life = restarts.after(code, lasted_s, was_asked)
+            if isinstance(next_life, GiveUp):
+                self._give_up(next_life.reason, next_life.exit_code)
                 return
-            num_failed_starts = num_failed_starts + 1 if code >= 0 and lasted_s < FAILED_START_S else 0
-            if num_failed_starts >= MAX_FAILED_STARTS:
-                self._give_up(
-                    f"the {spec.name} failed {num_failed_starts} times in a row at its start; the service ends",
-                    EXIT_GAVE_UP,
-                )
-                return
-            if lasted_s > STABLE_AFTER_S:
-                backoff_s = 0.0
-            logger.warning("the %s ended (%s); it starts again in %g s", spec.name, _how(code), backoff_s)
-            try:
-                await asyncio.wait_for(self._stopping.wait(), backoff_s)
-            except TimeoutError:
-                backoff_s = min(max(2 * backoff_s, FIRST_BACKOFF_S), MAX_BACKOFF_S)
+            logger.log(
+                logging.INFO if code == 0 else logging.WARNING,
+                "the %s (pid %d) %s; it starts again %s",
+                spec.name,
+                pid,
+                how_it_ended(code, lasted_s),
+                when(next_life),
+            )
+            await self._pause(next_life)
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
 
     def _give_up(self, reason: str, exit_code: int) -> None:
         logger.error("%s", reason)
         self._exit_code = exit_code
         self._stopping.set()
 
-    async def _live(self, spec: ChildSpec) -> int:
-        """Run one life of a child; return its exit code, negative for a signal."""
+    async def _live(self, spec: ChildSpec) -> tuple[int, int]:
+        """Run one life of a child; return its process id and its exit code, negative for a signal."""
         ours = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
         process = await asyncio.create_subprocess_exec(
             *self._program,
@@ -163,6 +190,7 @@ class Supervisor:
             env={**ours, **spec.environment},
             start_new_session=True,  # a Ctrl-C in the terminal reaches the supervisor alone, which then ends in order
         )
+        logger.debug("the %s begins (pid %d)", spec.name, process.pid)
         self._processes[spec.name] = process
         if self._stopping.is_set():
             process.terminate()
@@ -172,7 +200,9 @@ class Supervisor:
             watchdog.cancel()
             await asyncio.gather(watchdog, return_exceptions=True)
         del self._processes[spec.name]
-        return code
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # compilers and the like that it has left behind
+        return process.pid, code
 
     async def _kill_when_stalled(self, spec: ChildSpec, process: asyncio.subprocess.Process) -> None:
         reason = await until_stalled(spec.live_socket, self._stall_timeout_s)
@@ -205,7 +235,3 @@ class Supervisor:
         process = self._processes.get(name)
         if process is not None and process.returncode is None:
             process.send_signal(number)
-
-
-def _how(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

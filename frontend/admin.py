@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
 
 import grpc
 
@@ -54,6 +55,11 @@ class AdminServicer:
                 self.reset_prefix_cache,
                 parse(admin_pb2.ResetPrefixCacheRequest),
                 admin_pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            "ReplaceScheduler": grpc.unary_unary_rpc_method_handler(
+                self.replace_scheduler,
+                parse(admin_pb2.ReplaceSchedulerRequest),
+                admin_pb2.ReplaceSchedulerResponse.SerializeToString,
             ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers),))
@@ -151,17 +157,38 @@ class AdminServicer:
 
         async def work() -> admin_pb2.ResetPrefixCacheResponse:
             known(request, admin_pb2.ResetPrefixCacheRequest)
-            client = self._client
-            if client is None:
-                raise Unavailable(LOADING)
-            num_dropped = await client.reset_prefix_cache()
-            if num_dropped is not None:
-                return admin_pb2.ResetPrefixCacheResponse(dropped_blocks=num_dropped)
-            reason = "" if client.epoch else client.reason
-            wait = f"{self._config.status_timeout_s:g} s"
-            raise Unavailable(reason or f"the scheduler did not confirm it within {wait}, or is asked too much at once")
+            num_dropped = await self._confirmed(SchedulerClient.reset_prefix_cache)
+            return admin_pb2.ResetPrefixCacheResponse(dropped_blocks=num_dropped)
 
         return await answer(context, work)
+
+    async def replace_scheduler(
+        self, request: Incoming[admin_pb2.ReplaceSchedulerRequest], context: Context
+    ) -> admin_pb2.ReplaceSchedulerResponse:
+        """Make the scheduler leave, so that the next one is started; UNAVAILABLE if it does not say that it does."""
+
+        async def work() -> admin_pb2.ReplaceSchedulerResponse:
+            known(request, admin_pb2.ReplaceSchedulerRequest)
+            num_running = await self._confirmed(SchedulerClient.replace_scheduler)
+            return admin_pb2.ReplaceSchedulerResponse(running_requests=num_running)
+
+        return await answer(context, work)
+
+    async def _confirmed(self, ask: Callable[[SchedulerClient], Awaitable[int | None]]) -> int:
+        """Ask the scheduler for something, and return the number with which it confirms that.
+
+        Raises:
+            Unavailable: it does not.
+        """
+        client = self._client
+        if client is None:
+            raise Unavailable(LOADING)
+        number = await ask(client)
+        if number is not None:
+            return number
+        reason = "" if client.epoch else client.reason
+        wait = f"{self._config.status_timeout_s:g} s"
+        raise Unavailable(reason or f"the scheduler did not confirm it within {wait}, or is asked too much at once")
 
     def _own_status(self, client: SchedulerClient | None) -> admin_pb2.ProcessStatus:
         if self._lifecycle.state is not None:

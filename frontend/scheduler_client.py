@@ -32,7 +32,9 @@ from octavo.wire.requests import (
     DrainService,
     FinishChoice,
     PrefixCacheReset,
+    ReplaceScheduler,
     ResetPrefixCache,
+    SchedulerLeaves,
     ServiceDrains,
     StatusReport,
     StatusRequest,
@@ -49,7 +51,7 @@ MAX_OUTBOX_MESSAGES = 65536
 MAX_QUESTIONS = 64
 """Answers (status reports, resets of the prefix cache) awaited at one time."""
 
-Answer: TypeAlias = StatusReport | PrefixCacheReset | DrainBegun
+Answer: TypeAlias = StatusReport | PrefixCacheReset | DrainBegun | SchedulerLeaves
 
 _log = logging.getLogger(__name__)
 
@@ -188,6 +190,14 @@ class SchedulerClient:
         answer = await self._ask(DrainService)
         return answer.num_requests if isinstance(answer, DrainBegun) else None
 
+    async def replace_scheduler(self) -> int | None:
+        """Make the scheduler leave for the next one; return how many requests have begun and not ended.
+
+        None: it did not answer in time or cannot be asked; it may or may not leave.
+        """
+        answer = await self._ask(ReplaceScheduler)
+        return answer.num_requests if isinstance(answer, SchedulerLeaves) else None
+
     def tell(self, message: FromPeer) -> None:
         """Send a message if there is a session."""
         self._send(message)
@@ -268,7 +278,7 @@ class SchedulerClient:
             self._set_paused(None if event.ready else event.reason or "no worker is ready")
         elif isinstance(event, ServiceDrains):
             self.on_drain()
-        elif isinstance(event, StatusReport | PrefixCacheReset | DrainBegun):
+        elif isinstance(event, Answer):
             answer = self._questions.get(event.tag_id)
             if answer is not None and not answer.done():
                 answer.set_result(event)

@@ -113,10 +113,10 @@ class Loop:
             _log.debug("the loop is being woken already")
 
     def run(self) -> None:
-        """Serve until `stop`, then say Goodbye to all peers."""
+        """Serve until `stop` or until a frontend asks for the next scheduler, then say Goodbye to all peers."""
         self._progress.serve()
         self._progress.is_ready = True
-        while not self._is_stopping:
+        while not (self._is_stopping or self.service.is_replaced):
             self._progress.rest()
             self._poller.poll(self._poll_ms())
             self._progress.move()
@@ -124,7 +124,7 @@ class Loop:
             self.service.turn(self._clock())
             if self._reports.is_asked:
                 self._reports.answer(self.service.report(self._clock()))
-        self.service.leave("the scheduler stops")
+        self.service.leave("the next one takes its place" if self.service.is_replaced else "the scheduler stops")
 
     def close(self) -> None:
         """Close everything; `run` has returned, or was never called."""

@@ -22,7 +22,7 @@ from octavo.scheduler.instructions import (
 )
 from octavo.scheduler.metrics import SchedulerMetrics
 from octavo.scheduler.peers import PeerRecord
-from octavo.scheduler.sessions import Channel, Sessions
+from octavo.scheduler.sessions import Channel, Question, Sessions
 from octavo.scheduler.trace import PlanTrace
 from octavo.scheduler.tracing import RequestTraces
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S
@@ -34,6 +34,8 @@ from octavo.wire.requests import (
     DrainService,
     ProcessInfo,
     QueueLimits,
+    ReplaceScheduler,
+    SchedulerLeaves,
     StatusReport,
     StatusRequest,
     StepOutput,
@@ -56,6 +58,9 @@ class Service:
         trace: gets plans and results; the driver closes it.
         traces: tells of requests in spans; None: nobody wants to know.
         new_session: draws the identities of sessions.
+
+    Attributes:
+        is_replaced: somebody asked for the next scheduler; the driver calls `leave` and no `turn` any more.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Service:
         self._trace = trace
         self._traces = traces
         self._idle_check = IdleCheck(self.core.check)
+        self.is_replaced = False
 
     @property
     def next_timer(self) -> float | None:
@@ -106,10 +112,7 @@ class Service:
         happened = self._settle(now)
         if questions := self.sessions.take_questions():
             for peer, question in questions:
-                if isinstance(question, StatusRequest):
-                    self.sessions.send(peer, self.report(now, question.tag_id, question.with_metrics))
-                else:
-                    self._drain(peer, question)
+                self._answer(peer, question, now)
             happened = self._settle(now) or happened  # an asker that could not be answered has lost its session
         self.sessions.tell_stall(self.core.stall)
         self._check_when_idle(now, happened)
@@ -183,6 +186,17 @@ class Service:
         violation = self._idle_check.turn(now, happened=happened, idle=is_idle)
         if violation is not None:
             _log.error("the idle scheduler contradicts itself: %s", violation)
+
+    def _answer(self, peer: PeerRecord, question: Question, now: float) -> None:
+        match question:
+            case StatusRequest():
+                self.sessions.send(peer, self.report(now, question.tag_id, question.with_metrics))
+            case DrainService():
+                self._drain(peer, question)
+            case ReplaceScheduler(tag_id):
+                _log.info("%s asks for the next scheduler: this one leaves", peer.label)
+                self.sessions.send(peer, SchedulerLeaves(tag_id, self.core.figures.num_requests))
+                self.is_replaced = True
 
     def _drain(self, peer: PeerRecord, question: DrainService) -> None:
         self.sessions.begin_drain()

@@ -46,6 +46,7 @@ from octavo.wire.requests import (
     DrainService,
     FinishChoice,
     FrontendDrains,
+    ReplaceScheduler,
     ResetPrefixCache,
     ServiceDrains,
     StatusRequest,
@@ -65,7 +66,7 @@ BUSY_WORKER_S = 2 * HEARTBEAT_INTERVAL_S
 
 NO_WORKER = "no worker is ready"
 
-Question: TypeAlias = StatusRequest | DrainService
+Question: TypeAlias = StatusRequest | DrainService | ReplaceScheduler
 """What the core is not asked, but whoever owns both."""
 
 _log = logging.getLogger(__name__)
@@ -381,7 +382,7 @@ class Sessions:
                 self._events.append(ChoiceStopped(peer.session.id, message))
             case ResetPrefixCache() if not peer.is_worker:
                 self._events.append(CacheResetRequested(peer.session.id, message))
-            case StatusRequest() | DrainService() if not peer.is_worker:
+            case StatusRequest() | DrainService() | ReplaceScheduler() if not peer.is_worker:
                 self._questions.append((peer, message))
             case FrontendDrains(drained) if not peer.is_worker:
                 peer.state = "drained" if drained else "draining"

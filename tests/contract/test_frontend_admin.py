@@ -12,10 +12,13 @@ from google.protobuf.duration_pb2 import Duration
 
 from octavo.frontend import admin
 from octavo.v1 import admin_pb2 as pb
+from octavo.wire.handshake import Goodbye
 from octavo.wire.requests import (
     FinishReason,
     FrontendDrains,
     ProcessInfo,
+    ReplaceScheduler,
+    SchedulerLeaves,
     ServiceDrains,
     StatusReport,
     StatusRequest,
@@ -31,6 +34,11 @@ LEAST = Duration(nanos=100_000_000)
 
 def watch(service: Service, interval: Duration | None = LEAST, metadata: Any = None) -> Any:
     return service.admin.WatchStatus(pb.WatchStatusRequest(interval=interval), timeout=WAIT_S, metadata=metadata)
+
+
+async def welcomed(service: Service, scheduler: ScriptedScheduler) -> None:
+    await scheduler.session_begun()
+    await service.until_health(serving=True)
 
 
 async def report(scheduler: ScriptedScheduler, running: int) -> None:
@@ -284,7 +292,7 @@ async def test_a_watch_ends_well_when_the_frontend_has_drained_before_it_stops(
         assert await call.code() == Code.OK
 
 
-@pytest.mark.parametrize("method", ["WatchStatus", "Drain"])
+@pytest.mark.parametrize("method", ["WatchStatus", "Drain", "ReplaceScheduler"])
 @pytest.mark.parametrize(("data", "words"), [(b"\xff" * 9, "the bytes are no octavo.v1."), (b"\xc8\x3e\x01", "1001")])
 async def test_what_is_no_request_does_nothing(service: Service, method: str, data: bytes, words: str) -> None:
     call = service.channel.unary_stream(f"/octavo.v1.AdminService/{method}", None, None)(data, timeout=WAIT_S)
@@ -293,3 +301,20 @@ async def test_what_is_no_request_does_nothing(service: Service, method: str, da
     assert words in found.message
     await service.until_health(serving=True)
     assert not service.frontend.lifecycle.draining
+
+
+async def test_the_scheduler_is_told_to_make_room(service: Service, scheduler: ScriptedScheduler) -> None:
+    await welcomed(service, scheduler)
+    call = service.admin.ReplaceScheduler(pb.ReplaceSchedulerRequest(), timeout=WAIT_S)
+    asked = await scheduler.next(ReplaceScheduler)
+    scheduler.send(SchedulerLeaves(asked.tag_id, 5))
+    scheduler.send(Goodbye("the next one takes its place"))
+    assert (await call).running_requests == 5
+
+
+async def test_a_scheduler_that_does_not_confirm_its_end(service: Service, scheduler: ScriptedScheduler) -> None:
+    await welcomed(service, scheduler)
+    call = service.admin.ReplaceScheduler(pb.ReplaceSchedulerRequest(), timeout=WAIT_S)
+    await scheduler.next(ReplaceScheduler)
+    scheduler.vanish()
+    assert (await refusal(call)).code == Code.UNAVAILABLE

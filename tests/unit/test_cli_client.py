@@ -64,6 +64,13 @@ class FakeService(rpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServ
         self.num_drains += 1
         return admin_pb2.DrainResponse(running_requests=2)
 
+    def ReplaceScheduler(
+        self, request: admin_pb2.ReplaceSchedulerRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.ReplaceSchedulerResponse:
+        if self.refusal:
+            context.abort(grpc.StatusCode.UNAVAILABLE, self.refusal)
+        return admin_pb2.ReplaceSchedulerResponse(running_requests=3)
+
     def ResetPrefixCache(
         self, request: admin_pb2.ResetPrefixCacheRequest, context: grpc.ServicerContext
     ) -> admin_pb2.ResetPrefixCacheResponse:
@@ -264,3 +271,27 @@ def test_drain_waits_for_the_last_request(service: FakeService, last: str, exit_
     done = run(service, "drain", "--wait")
     assert done.exit_code == exit_code
     assert done.output == "the service drains; requests that have begun: 2\n2 running, 0 waiting\n" + words
+
+
+def test_the_scheduler_is_replaced(service: FakeService) -> None:
+    words = "the scheduler leaves; requests that have begun: 3\n"
+    done = run(service, "replace-scheduler")
+    assert (done.exit_code, done.output, service.watches) == (0, words, [])
+    service.status.processes.add(role="scheduler", boot_id="first")
+    for ready, boot_id in ((True, "first"), (False, ""), (False, "second"), (True, "second")):
+        status = admin_pb2.GetStatusResponse(ready=ready)
+        status.processes.add(role="frontend", boot_id="f")
+        if boot_id:
+            status.processes.add(role="scheduler", boot_id=boot_id)
+        service.history.append(status)
+    done = run(service, "replace-scheduler", "--wait")
+    assert done.exit_code == 0
+    assert done.output.startswith(words + "the next one is there after ")
+    del service.history[-1]
+    assert run(service, "replace-scheduler", "--wait").exit_code == 1
+
+
+def test_a_scheduler_that_is_not_there_is_not_replaced(service: FakeService) -> None:
+    service.refusal = "the scheduler is gone"
+    done = run(service, "replace-scheduler", "--wait")
+    assert str(done.exception) == "UNAVAILABLE: the scheduler is gone"

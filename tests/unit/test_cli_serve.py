@@ -59,12 +59,13 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ChildSpec]:
     children: list[ChildSpec] = []
 
     def supervisor(specs: list[ChildSpec], **settings: float) -> None:
-        assert settings == {"grace_s": 3.0, "stall_timeout_s": 4.0}
+        assert settings == {"grace_s": 3.0, "stall_timeout_s": 4.0, "ends_on_hangup": True}
         children.extend(specs)
         raise Stop
 
     monkeypatch.setenv("OCTAVO_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setattr(serve, "Supervisor", supervisor)
+    monkeypatch.setattr(serve, "has_controlling_terminal", lambda: True)
     monkeypatch.setattr(logs, "configure", lambda role, level, log_format: None)
     monkeypatch.setattr(serve, "resolve", lambda name: Model(tmp_path, ("a", "b")))
     monkeypatch.setattr(serve, "check_port", lambda host, port: None)

@@ -35,7 +35,9 @@ from octavo.wire.requests import (
     FinishChoice,
     FinishReason,
     PrefixCacheReset,
+    ReplaceScheduler,
     ResetPrefixCache,
+    SchedulerLeaves,
     StatusReport,
     StatusRequest,
     SubmitRequest,
@@ -571,6 +573,26 @@ def test_a_full_disk_ends_the_trace_with_one_warning_and_nothing_else(
 
 
 # The process
+
+
+def test_a_scheduler_that_is_replaced_leaves_in_good_order(
+    context: "zmq.Context[zmq.Socket[bytes]]", config: SchedulerConfig, address: str
+) -> None:
+    """F40, on purpose: it answers, says Goodbye to all, and the next one takes over what the frontends hold."""
+    with FakeWorker(address, DIGEST, make_facts()) as worker, FakeFrontend(context, address, DIGEST) as frontend:
+        with LoopThread(config) as first:
+            frontend.connect()
+            frontend.send(make_submit(1, range(20), max_tokens=400))
+            frontend.until(lambda: len(frontend.received.tokens[1, 0]) >= 3)
+            frontend.send(ReplaceScheduler(7))
+            frontend.until_event(SessionEnded)
+            answer, end = [one for one in frontend.events if isinstance(one, SchedulerLeaves | SessionEnded)]
+            assert answer == SchedulerLeaves(7, 1)
+            assert end == SessionEnded("the scheduler left: the next one takes its place")
+            worker.wait_until(lambda: worker.endings == ["the scheduler left: the next one takes its place"])
+            assert first.service.is_replaced
+        with LoopThread(config):
+            assert frontend.connect().session
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

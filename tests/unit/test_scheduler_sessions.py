@@ -46,6 +46,7 @@ from octavo.wire.requests import (
     CancelRequest,
     DrainService,
     FrontendDrains,
+    ReplaceScheduler,
     ResetPrefixCache,
     ServiceDrains,
     StatusRequest,
@@ -231,8 +232,8 @@ def test_frontends_say_how_far_they_have_drained(stage: Stage) -> None:
         assert frontend.state == state
 
 
-@pytest.mark.parametrize("message", [DrainService(1), FrontendDrains(True)])
-def test_a_worker_cannot_drain(stage: Stage, message: FromPeer) -> None:
+@pytest.mark.parametrize("message", [DrainService(1), FrontendDrains(True), ReplaceScheduler(1)])
+def test_a_worker_cannot_drain_or_replace(stage: Stage, message: FromPeer) -> None:
     stage.say(b"w", message)
     assert isinstance(stage.events()[0], WorkerLost)
     assert not stage.sessions.is_draining

@@ -55,6 +55,11 @@ class AdminServiceStub:
                 request_serializer=octavo_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.ReplaceScheduler = channel.unary_unary(
+                '/octavo.v1.AdminService/ReplaceScheduler',
+                request_serializer=octavo_dot_v1_dot_admin__pb2.ReplaceSchedulerRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_admin__pb2.ReplaceSchedulerResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -98,6 +103,16 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReplaceScheduler(self, request, context):
+        """ReplaceScheduler makes the scheduler leave in good order, so that whoever supervises it starts the next one, of another
+        version or with other settings, say. Requests pause and go on with the next scheduler: streams stay open, none ends
+        by this. It returns when the scheduler is about to leave, not when the next one is there: then GetStatus names a
+        scheduler with another boot_id. UNAVAILABLE: the scheduler did not confirm it, and may or may not leave.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -120,6 +135,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=octavo_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'ReplaceScheduler': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReplaceScheduler,
+                    request_deserializer=octavo_dot_v1_dot_admin__pb2.ReplaceSchedulerRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_admin__pb2.ReplaceSchedulerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -231,6 +251,33 @@ class AdminService:
             '/octavo.v1.AdminService/ResetPrefixCache',
             octavo_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
             octavo_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReplaceScheduler(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.AdminService/ReplaceScheduler',
+            octavo_dot_v1_dot_admin__pb2.ReplaceSchedulerRequest.SerializeToString,
+            octavo_dot_v1_dot_admin__pb2.ReplaceSchedulerResponse.FromString,
             options,
             channel_credentials,
             insecure,

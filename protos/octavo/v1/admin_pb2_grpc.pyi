@@ -53,6 +53,12 @@ class AdminServiceStub:
     """ResetPrefixCache forgets all cached prefixes, so that no later request finds what was computed before; running
     requests go on. UNAVAILABLE: the scheduler did not confirm it, and it may or may not have happened.
     """
+    ReplaceScheduler: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReplaceSchedulerRequest, _admin_pb2.ReplaceSchedulerResponse]
+    """ReplaceScheduler makes the scheduler leave in good order, so that whoever supervises it starts the next one, of another
+    version or with other settings, say. Requests pause and go on with the next scheduler: streams stay open, none ends
+    by this. It returns when the scheduler is about to leave, not when the next one is there: then GetStatus names a
+    scheduler with another boot_id. UNAVAILABLE: the scheduler did not confirm it, and may or may not leave.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -78,6 +84,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheRequest, _admin_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """ResetPrefixCache forgets all cached prefixes, so that no later request finds what was computed before; running
     requests go on. UNAVAILABLE: the scheduler did not confirm it, and it may or may not have happened.
+    """
+    ReplaceScheduler: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReplaceSchedulerRequest, _admin_pb2.ReplaceSchedulerResponse]  # type: ignore[assignment]
+    """ReplaceScheduler makes the scheduler leave in good order, so that whoever supervises it starts the next one, of another
+    version or with other settings, say. Requests pause and go on with the next scheduler: streams stay open, none ends
+    by this. It returns when the scheduler is about to leave, not when the next one is there: then GetStatus names a
+    scheduler with another boot_id. UNAVAILABLE: the scheduler did not confirm it, and may or may not leave.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -125,6 +137,18 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_admin_pb2.ResetPrefixCacheResponse]]:
         """ResetPrefixCache forgets all cached prefixes, so that no later request finds what was computed before; running
         requests go on. UNAVAILABLE: the scheduler did not confirm it, and it may or may not have happened.
+        """
+
+    @_abc_1.abstractmethod
+    def ReplaceScheduler(
+        self,
+        request: _admin_pb2.ReplaceSchedulerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ReplaceSchedulerResponse, _abc.Awaitable[_admin_pb2.ReplaceSchedulerResponse]]:
+        """ReplaceScheduler makes the scheduler leave in good order, so that whoever supervises it starts the next one, of another
+        version or with other settings, say. Requests pause and go on with the next scheduler: streams stay open, none ends
+        by this. It returns when the scheduler is about to leave, not when the next one is there: then GetStatus names a
+        scheduler with another boot_id. UNAVAILABLE: the scheduler did not confirm it, and may or may not leave.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

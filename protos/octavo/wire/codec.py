@@ -29,6 +29,7 @@ FromFrontend: TypeAlias = (
     | requests.StatusRequest
     | requests.ResetPrefixCache
     | requests.DrainService
+    | requests.ReplaceScheduler
     | requests.FrontendDrains
 )
 FromWorker: TypeAlias = (
@@ -52,6 +53,7 @@ ToFrontend: TypeAlias = (
     | requests.StatusReport
     | requests.PrefixCacheReset
     | requests.DrainBegun
+    | requests.SchedulerLeaves
     | requests.ServiceDrains
 )
 ToWorker: TypeAlias = (

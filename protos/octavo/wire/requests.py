@@ -180,6 +180,19 @@ class DrainBegun(msgspec.Struct, frozen=True, array_like=True, tag="drain-begun"
     num_requests: Int31  # that have begun and not ended
 
 
+class ReplaceScheduler(msgspec.Struct, frozen=True, array_like=True, tag="replace-scheduler"):
+    """The scheduler is to leave, so that whoever supervises starts the next one; SchedulerLeaves answers, then Goodbye."""
+
+    tag_id: Int31  # comes back in the answer
+
+
+class SchedulerLeaves(msgspec.Struct, frozen=True, array_like=True, tag="scheduler-leaves"):
+    """The scheduler is about to say Goodbye to all its peers and to end."""
+
+    tag_id: Int31
+    num_requests: Int31  # that have begun and not ended
+
+
 class ServiceDrains(msgspec.Struct, frozen=True, array_like=True, tag="service-drains"):
     """The frontend is to take no new requests any more. Only a new scheduler that nobody tells of the drain forgets it."""
 

@@ -19,6 +19,29 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGTERM, signal.SIGINT, *hang_up)
 
 
+def has_controlling_terminal() -> bool:
+    """Whether a terminal could send this process SIGHUP by being closed. To be asked before that happens."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+def end_at_once_until_ready() -> None:
+    """Have the stop signals end this process with exit code 0 at once, until somebody takes them over to end in order.
+
+    For the time in which it imports and loads, and has nothing to tell anybody. Process 1 of a container would ignore
+    them then, and any other process would look killed.
+    """
+    for number in stop_signals():
+        signal.signal(number, _end_at_once)
+
+
+def _end_at_once(_number: int, _frame: FrameType | None) -> None:
+    os._exit(0)
+
+
 class StopSignal:
     """While entered, the first signal makes `fileno()` readable; a second one ends the process at once."""
 
