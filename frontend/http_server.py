@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import resource
 import socket
 import ssl
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from octavo.frontend.config import FrontendConfig
+from octavo.frontend.file_limit import max_http_connections, max_new_http_connections
 from octavo.frontend.http_protocol import BoundedProtocol, Connections
 from octavo.frontend.listeners import BACKLOG
 
@@ -21,9 +21,6 @@ KEEP_ALIVE_S = 75
 
 CONNECTIONS_PER_STREAM = 2
 """Connections at one time, for each stream that the frontend may hold."""
-
-FILES_PER_CONNECTION = 2
-"""Of the files that the process may have open, HTTP leaves half to gRPC and the rest."""
 
 
 class HttpServer:
@@ -78,12 +75,10 @@ def _uvicorn_config(config: FrontendConfig, app: ASGIApp, stop_grace_s: float, h
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(stop_grace_s)),
-        backlog=BACKLOG,
+        backlog=max_new_http_connections(BACKLOG),
         **tls,
     )
 
 
 def _max_connections(config: FrontendConfig) -> int:
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = CONNECTIONS_PER_STREAM * config.max_streams
-    return wanted if files == resource.RLIM_INFINITY else max(1, min(wanted, files // FILES_PER_CONNECTION))
+    return min(CONNECTIONS_PER_STREAM * config.max_streams, max_http_connections())

@@ -3,12 +3,12 @@
 import asyncio
 import gc
 import logging
-import resource
 import signal
 import sys
 
 from octavo.frontend.auth import exposure
 from octavo.frontend.config import FrontendConfig
+from octavo.frontend.file_limit import raise_file_limit
 from octavo.frontend.listeners import CannotListen
 from octavo.frontend.metrics import MetricsError
 from octavo.frontend.server import Frontend
@@ -38,17 +38,8 @@ def run(config: FrontendConfig) -> int:
     not as they should be or the scheduler refuses this frontend. The log says why.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    _raise_file_limit()
+    raise_file_limit()
     return asyncio.run(_serve(config))
-
-
-def _raise_file_limit() -> None:
-    """Allow as many connections as the system does: each is a file, and the usual soft limit is a thousand."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:
-        _log.debug("the limit of open files stays: %s", error)
 
 
 async def _serve(config: FrontendConfig) -> int:

@@ -15,6 +15,7 @@ from octavo.frontend.admin import ADMIN_SERVICE, AdminServicer
 from octavo.frontend.calls import Calls
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.errors import Unavailable
+from octavo.frontend.file_limit import max_grpc_connections
 from octavo.frontend.health import GENERATION_SERVICE, Health
 from octavo.frontend.http_server import HttpServer
 from octavo.frontend.interceptor import HEALTH_SERVICE, KeyInterceptor
@@ -256,6 +257,7 @@ def check_vocabulary(model: ModelFiles, vocab_size: int) -> str | None:
 
 def _server_options(config: FrontendConfig) -> list[tuple[str, int]]:
     return [
+        ("grpc.max_allowed_incoming_connections", max_grpc_connections()),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),

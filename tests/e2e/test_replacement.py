@@ -52,7 +52,10 @@ def next_scheduler(service: Service, without: set[int]) -> int:
 
 
 def test_streams_go_on_over_three_replacements(running: Service) -> None:
-    """F40, on purpose: by the admin call, by the command, and by SIGHUP, which no terminal sent."""
+    """F40, on purpose: by the admin call, by the command, and by SIGHUP, which no terminal sent.
+
+    On a busy machine the scheduler may be gone before the frontend has read that it leaves: UNAVAILABLE then, and it leaves.
+    """
     undisturbed = stream(running, {})
     seen = {running.pid_of("scheduler")}
 
@@ -63,14 +66,21 @@ def test_streams_go_on_over_three_replacements(running: Service) -> None:
 
         return act
 
+    def call() -> None:
+        try:
+            running.admin.ReplaceScheduler(admin_pb2.ReplaceSchedulerRequest(), timeout=WAIT_S)
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.UNAVAILABLE  # noqa: PT017
+
     def command() -> None:
         done = running.run("replace-scheduler")
-        assert (done.returncode, done.stdout) == (0, "the scheduler leaves; requests that have begun: 1\n"), done
+        said = done.stdout == "the scheduler leaves; requests that have begun: 1\n"
+        assert said or "UNAVAILABLE: the scheduler is gone" in done.stderr, done
 
     disturbed = stream(
         running,
         {
-            4: replace(lambda: running.admin.ReplaceScheduler(admin_pb2.ReplaceSchedulerRequest(), timeout=WAIT_S)),
+            4: replace(call),
             10: replace(command),
             16: replace(lambda: running.process.send_signal(signal.SIGHUP)),
         },
