@@ -18,6 +18,7 @@ _MODULES = {
     "models": "models",
     "status": "status",
     "drain": "status",
+    "top": "top",
     "live": "live",
     "replace-scheduler": "status",
     "cache": "cache",

@@ -11,6 +11,7 @@ from octavo.frontend.errors import LOADING, InvalidArgument, TooManyStreams, Una
 from octavo.frontend.lifecycle import Lifecycle
 from octavo.frontend.rpc import Context, Incoming, answer, known, parse
 from octavo.frontend.scheduler_client import SchedulerClient
+from octavo.frontend.scrapes import Scrapes
 from octavo.v1 import admin_pb2
 from octavo.wire.requests import StatusReport
 
@@ -29,9 +30,11 @@ class AdminServicer:
     Args:
         config: names and patience.
         lifecycle: whether this frontend drains, and how it is made to.
+        scrapes: makes the metrics.
     """
 
-    def __init__(self, config: FrontendConfig, lifecycle: Lifecycle) -> None:
+    def __init__(self, config: FrontendConfig, lifecycle: Lifecycle, scrapes: Scrapes) -> None:
+        self._scrapes = scrapes
         self._config = config
         self._lifecycle = lifecycle
         self._client: SchedulerClient | None = None
@@ -47,6 +50,9 @@ class AdminServicer:
                 self.watch_status,
                 parse(admin_pb2.WatchStatusRequest),
                 admin_pb2.WatchStatusResponse.SerializeToString,
+            ),
+            "GetMetrics": grpc.unary_unary_rpc_method_handler(
+                self.get_metrics, parse(admin_pb2.GetMetricsRequest), admin_pb2.GetMetricsResponse.SerializeToString
             ),
             "Drain": grpc.unary_unary_rpc_method_handler(
                 self.drain, parse(admin_pb2.DrainRequest), admin_pb2.DrainResponse.SerializeToString
@@ -88,6 +94,18 @@ class AdminServicer:
                 self._num_watches -= 1
 
         await answer(context, work)
+
+    async def get_metrics(
+        self, request: Incoming[admin_pb2.GetMetricsRequest], context: Context
+    ) -> admin_pb2.GetMetricsResponse:
+        """Return all metrics as text; without the scheduler's and the worker's if the scheduler does not answer in time."""
+
+        async def work() -> admin_pb2.GetMetricsResponse:
+            known(request, admin_pb2.GetMetricsRequest)
+            body, _ = await self._scrapes.make()
+            return admin_pb2.GetMetricsResponse(text=body.decode())
+
+        return await answer(context, work)
 
     async def drain(self, request: Incoming[admin_pb2.DrainRequest], context: Context) -> admin_pb2.DrainResponse:
         """Take no new requests from now on, here at once and in the other frontends when the scheduler tells them."""

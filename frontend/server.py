@@ -27,6 +27,7 @@ from octavo.frontend.model import ModelFiles, load_model_files
 from octavo.frontend.models_service import MODEL_SERVICE, ModelServicer
 from octavo.frontend.openai.app import make_app, make_private_app
 from octavo.frontend.scheduler_client import SchedulerClient
+from octavo.frontend.scrapes import Scrapes
 from octavo.frontend.service import GenerationServicer
 from octavo.frontend.tokenizer_service import TOKENIZER_SERVICE, TokenizerServicer
 from octavo.frontend.tracing import CallTracer
@@ -86,7 +87,7 @@ class Frontend:
         self._service = GenerationServicer(self._calls)
         self._models = ModelServicer(self._calls, self.lifecycle)
         self._tokenizer = TokenizerServicer(self._calls, self.lifecycle)
-        self._admin = AdminServicer(config, self.lifecycle)
+        self._admin = AdminServicer(config, self.lifecycle, Scrapes(self._calls))
         has_keys = config.auth.needs_key or config.auth.needs_admin_key
         interceptors: list[grpc.aio.ServerInterceptor] = [CallCounter(self.metrics)]  # type: ignore[type-arg]
         if tracing is not None:

@@ -158,3 +158,14 @@ async def test_a_client_that_leaves_is_counted(doors: Doors, scheduler: Scripted
     assert calls_of(found) == {("499", "http", "/v1/completions"): 1}
     assert found["octavo_stream_aborts_total", "cancelled"] == 1
     assert found["octavo_generation_tokens_total",] == 1
+
+
+async def test_the_admin_service_tells_what_a_scrape_tells(doors: Doors, scheduler: ScriptedScheduler) -> None:
+    asking = asyncio.ensure_future(doors.grpc.admin.GetMetrics(admin_pb2.GetMetricsRequest(), timeout=WAIT_S))
+    asked = await scheduler.next(StatusRequest)
+    assert asked.with_metrics
+    scheduler.send(StatusReport(asked.tag_id, (), 2, 1, 64, 60, 16, 7, 0))
+    text = (await asking).text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert [sample.value for sample in families["octavo_num_requests_running"].samples] == [2.0]
+    assert "octavo_requests" in families

@@ -184,3 +184,14 @@ def test_status_for_people(service: Service) -> None:
     assert done.returncode == 0, done.stderr
     assert "SmolLM2-135M-Instruct: ready" in done.stdout
     assert "1455 of 1455 free" in done.stdout
+
+
+def test_top_shows_and_tells(service: Service) -> None:
+    shown = service.run("top", "--once", "--interval", "0.2")
+    assert shown.returncode == 0, shown.stderr
+    assert "running" in shown.stdout
+    assert "scheduler" in shown.stdout
+    (line,) = service.run("top", "--once", "--json", "--interval", "0.2").stdout.splitlines()
+    look = json.loads(line)
+    assert look["scheduler_up"] is True
+    assert {process["role"] for process in look["processes"]} == {"frontend", "scheduler", "worker"}

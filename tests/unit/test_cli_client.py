@@ -1,6 +1,7 @@
 """octavo generate, chat, status and cache reset against a service that says what the test wants."""
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,6 +24,7 @@ class FakeService(rpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServ
         self.inputs: list[pb.GenerationInput] = []
         self.num_resets = 0
         self.num_drains = 0
+        self.num_tokens = 0
         self.num_cached = 42
         self.refusal = ""
         self.status = admin_pb2.GetStatusResponse(models=["tiny"], ready=True, max_model_len=64)
@@ -60,6 +62,14 @@ class FakeService(rpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServ
         if self.refusal:
             context.abort(grpc.StatusCode.UNAVAILABLE, self.refusal)
 
+    def GetMetrics(
+        self, request: admin_pb2.GetMetricsRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.GetMetricsResponse:
+        if self.refusal:
+            context.abort(grpc.StatusCode.UNAVAILABLE, self.refusal)
+        self.num_tokens += 100
+        return admin_pb2.GetMetricsResponse(text=f"octavo_generation_tokens_total {self.num_tokens}\n")
+
     def Drain(self, request: admin_pb2.DrainRequest, context: grpc.ServicerContext) -> admin_pb2.DrainResponse:
         self.num_drains += 1
         return admin_pb2.DrainResponse(running_requests=2)
@@ -94,6 +104,14 @@ def service() -> Iterator[FakeService]:
 
 def run(service: FakeService, *arguments: str) -> Result:
     return CliRunner().invoke(build(arguments[0]), [*arguments, "--address", service.address])
+
+
+def test_top_looks_twice(service: FakeService) -> None:
+    done = run(service, "top", "--once", "--interval", "0.1")
+    assert done.exit_code == 0, done.output
+    assert re.search(r"tokens +[\d,]+\.\d /s out", done.output)
+    service.refusal = "gone"
+    assert run(service, "top", "--once").exit_code == 1
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15octavo/v1/admin.proto\x12\toctavo.v1\x1a\x1egoogle/protobuf/duration.proto\"\x12\n\x10GetStatusRequest\"\xb5\x01\n\x11GetStatusResponse\x12\x0e\n\x06models\x18\x01 \x03(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12+\n\tprocesses\x18\x04 \x03(\x0b\x32\x18.octavo.v1.ProcessStatus\x12-\n\tscheduler\x18\x05 \x01(\x0b\x32\x1a.octavo.v1.SchedulerStatus\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\"A\n\x12WatchStatusRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"C\n\x13WatchStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.octavo.v1.GetStatusResponse\"\x0e\n\x0c\x44rainRequest\")\n\rDrainResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\"Y\n\rProcessStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\r\n\x05state\x18\x05 \x01(\t\"\xf5\x03\n\x0fSchedulerStatus\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x04\x12\x15\n\rcached_blocks\x18\x08 \x01(\r\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\n \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\x0b \x01(\x04\x12\x15\n\rfailed_checks\x18\x0c \x01(\x04\x12\x16\n\x0ewaiting_reason\x18\r \x01(\t\x12\x19\n\x11scheduling_policy\x18\x0e \x01(\t\x12\x16\n\x0eprefix_caching\x18\x0f \x01(\x08\x12\x14\n\x0cmax_num_seqs\x18\x10 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x11 \x01(\x04\x12&\n\x06limits\x18\x12 \x01(\x0b\x32\x16.octavo.v1.QueueLimits\x12\x14\n\x0c\x61\x64opted_rows\x18\x13 \x01(\x04\x12\x16\n\x0e\x61\x64opted_tokens\x18\x14 \x01(\x04\"\x8f\x01\n\x0bQueueLimits\x12\x1c\n\x14max_waiting_requests\x18\x01 \x01(\r\x12\x1a\n\x12max_waiting_tokens\x18\x02 \x01(\x04\x12\x1f\n\x17max_requests_per_caller\x18\x03 \x01(\r\x12%\n\x1dmax_waiting_tokens_per_caller\x18\x04 \x01(\x04\"\x19\n\x17ResetPrefixCacheRequest\"2\n\x18ResetPrefixCacheResponse\x12\x16\n\x0e\x64ropped_blocks\x18\x01 \x01(\r\"\x19\n\x17ReplaceSchedulerRequest\"4\n\x18ReplaceSchedulerResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r2\x9c\x03\n\x0c\x41\x64minService\x12\x46\n\tGetStatus\x12\x1b.octavo.v1.GetStatusRequest\x1a\x1c.octavo.v1.GetStatusResponse\x12N\n\x0bWatchStatus\x12\x1d.octavo.v1.WatchStatusRequest\x1a\x1e.octavo.v1.WatchStatusResponse0\x01\x12:\n\x05\x44rain\x12\x17.octavo.v1.DrainRequest\x1a\x18.octavo.v1.DrainResponse\x12[\n\x10ResetPrefixCache\x12\".octavo.v1.ResetPrefixCacheRequest\x1a#.octavo.v1.ResetPrefixCacheResponse\x12[\n\x10ReplaceScheduler\x12\".octavo.v1.ReplaceSchedulerRequest\x1a#.octavo.v1.ReplaceSchedulerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15octavo/v1/admin.proto\x12\toctavo.v1\x1a\x1egoogle/protobuf/duration.proto\"\x12\n\x10GetStatusRequest\"\xb5\x01\n\x11GetStatusResponse\x12\x0e\n\x06models\x18\x01 \x03(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12+\n\tprocesses\x18\x04 \x03(\x0b\x32\x18.octavo.v1.ProcessStatus\x12-\n\tscheduler\x18\x05 \x01(\x0b\x32\x1a.octavo.v1.SchedulerStatus\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\"A\n\x12WatchStatusRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"C\n\x13WatchStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.octavo.v1.GetStatusResponse\"\x13\n\x11GetMetricsRequest\"\"\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x0e\n\x0c\x44rainRequest\")\n\rDrainResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\"Y\n\rProcessStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\r\n\x05state\x18\x05 \x01(\t\"\xf5\x03\n\x0fSchedulerStatus\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x04\x12\x15\n\rcached_blocks\x18\x08 \x01(\r\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\n \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\x0b \x01(\x04\x12\x15\n\rfailed_checks\x18\x0c \x01(\x04\x12\x16\n\x0ewaiting_reason\x18\r \x01(\t\x12\x19\n\x11scheduling_policy\x18\x0e \x01(\t\x12\x16\n\x0eprefix_caching\x18\x0f \x01(\x08\x12\x14\n\x0cmax_num_seqs\x18\x10 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x11 \x01(\x04\x12&\n\x06limits\x18\x12 \x01(\x0b\x32\x16.octavo.v1.QueueLimits\x12\x14\n\x0c\x61\x64opted_rows\x18\x13 \x01(\x04\x12\x16\n\x0e\x61\x64opted_tokens\x18\x14 \x01(\x04\"\x8f\x01\n\x0bQueueLimits\x12\x1c\n\x14max_waiting_requests\x18\x01 \x01(\r\x12\x1a\n\x12max_waiting_tokens\x18\x02 \x01(\x04\x12\x1f\n\x17max_requests_per_caller\x18\x03 \x01(\r\x12%\n\x1dmax_waiting_tokens_per_caller\x18\x04 \x01(\x04\"\x19\n\x17ResetPrefixCacheRequest\"2\n\x18ResetPrefixCacheResponse\x12\x16\n\x0e\x64ropped_blocks\x18\x01 \x01(\r\"\x19\n\x17ReplaceSchedulerRequest\"4\n\x18ReplaceSchedulerResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r2\xe7\x03\n\x0c\x41\x64minService\x12\x46\n\tGetStatus\x12\x1b.octavo.v1.GetStatusRequest\x1a\x1c.octavo.v1.GetStatusResponse\x12N\n\x0bWatchStatus\x12\x1d.octavo.v1.WatchStatusRequest\x1a\x1e.octavo.v1.WatchStatusResponse0\x01\x12I\n\nGetMetrics\x12\x1c.octavo.v1.GetMetricsRequest\x1a\x1d.octavo.v1.GetMetricsResponse\x12:\n\x05\x44rain\x12\x17.octavo.v1.DrainRequest\x1a\x18.octavo.v1.DrainResponse\x12[\n\x10ResetPrefixCache\x12\".octavo.v1.ResetPrefixCacheRequest\x1a#.octavo.v1.ResetPrefixCacheResponse\x12[\n\x10ReplaceScheduler\x12\".octavo.v1.ReplaceSchedulerRequest\x1a#.octavo.v1.ReplaceSchedulerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,24 +40,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHSTATUSREQUEST']._serialized_end=337
   _globals['_WATCHSTATUSRESPONSE']._serialized_start=339
   _globals['_WATCHSTATUSRESPONSE']._serialized_end=406
-  _globals['_DRAINREQUEST']._serialized_start=408
-  _globals['_DRAINREQUEST']._serialized_end=422
-  _globals['_DRAINRESPONSE']._serialized_start=424
-  _globals['_DRAINRESPONSE']._serialized_end=465
-  _globals['_PROCESSSTATUS']._serialized_start=467
-  _globals['_PROCESSSTATUS']._serialized_end=556
-  _globals['_SCHEDULERSTATUS']._serialized_start=559
-  _globals['_SCHEDULERSTATUS']._serialized_end=1060
-  _globals['_QUEUELIMITS']._serialized_start=1063
-  _globals['_QUEUELIMITS']._serialized_end=1206
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1208
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1233
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1235
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1285
-  _globals['_REPLACESCHEDULERREQUEST']._serialized_start=1287
-  _globals['_REPLACESCHEDULERREQUEST']._serialized_end=1312
-  _globals['_REPLACESCHEDULERRESPONSE']._serialized_start=1314
-  _globals['_REPLACESCHEDULERRESPONSE']._serialized_end=1366
-  _globals['_ADMINSERVICE']._serialized_start=1369
-  _globals['_ADMINSERVICE']._serialized_end=1781
+  _globals['_GETMETRICSREQUEST']._serialized_start=408
+  _globals['_GETMETRICSREQUEST']._serialized_end=427
+  _globals['_GETMETRICSRESPONSE']._serialized_start=429
+  _globals['_GETMETRICSRESPONSE']._serialized_end=463
+  _globals['_DRAINREQUEST']._serialized_start=465
+  _globals['_DRAINREQUEST']._serialized_end=479
+  _globals['_DRAINRESPONSE']._serialized_start=481
+  _globals['_DRAINRESPONSE']._serialized_end=522
+  _globals['_PROCESSSTATUS']._serialized_start=524
+  _globals['_PROCESSSTATUS']._serialized_end=613
+  _globals['_SCHEDULERSTATUS']._serialized_start=616
+  _globals['_SCHEDULERSTATUS']._serialized_end=1117
+  _globals['_QUEUELIMITS']._serialized_start=1120
+  _globals['_QUEUELIMITS']._serialized_end=1263
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1265
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1290
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1292
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1342
+  _globals['_REPLACESCHEDULERREQUEST']._serialized_start=1344
+  _globals['_REPLACESCHEDULERREQUEST']._serialized_end=1369
+  _globals['_REPLACESCHEDULERRESPONSE']._serialized_start=1371
+  _globals['_REPLACESCHEDULERRESPONSE']._serialized_end=1423
+  _globals['_ADMINSERVICE']._serialized_start=1426
+  _globals['_ADMINSERVICE']._serialized_end=1913
 # @@protoc_insertion_point(module_scope)

@@ -133,6 +133,45 @@ class WatchStatusResponse(_message.Message):
 Global___WatchStatusResponse: _TypeAlias = WatchStatusResponse  # noqa: Y015
 
 @_typing.final
+class GetMetricsRequest(_message.Message):
+    """GetMetricsRequest asks for all metrics."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMetricsRequest: _TypeAlias = GetMetricsRequest  # noqa: Y015
+
+@_typing.final
+class GetMetricsResponse(_message.Message):
+    """GetMetricsResponse has all metrics of the service."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """In the text format of Prometheus, version 0.0.4."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMetricsResponse: _TypeAlias = GetMetricsResponse  # noqa: Y015
+
+@_typing.final
 class DrainRequest(_message.Message):
     """DrainRequest asks the service to take no new requests."""
 

@@ -45,6 +45,11 @@ class AdminServiceStub:
                 request_serializer=octavo_dot_v1_dot_admin__pb2.WatchStatusRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_admin__pb2.WatchStatusResponse.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/octavo.v1.AdminService/GetMetrics',
+                request_serializer=octavo_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/octavo.v1.AdminService/Drain',
                 request_serializer=octavo_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -78,6 +83,13 @@ class AdminServiceServicer:
         most once an interval. It goes on while the service drains. When all frontends have drained and no request runs any
         more, the last state is sent and the stream ends OK; when the frontend stops before that it ends UNAVAILABLE. At most 16
         watches run in a frontend at one time; more are RESOURCE_EXHAUSTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetMetrics(self, request, context):
+        """GetMetrics returns what the service counts, as GET /metrics of the HTTP door does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,6 +137,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.WatchStatus,
                     request_deserializer=octavo_dot_v1_dot_admin__pb2.WatchStatusRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_admin__pb2.WatchStatusResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=octavo_dot_v1_dot_admin__pb2.GetMetricsRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_admin__pb2.GetMetricsResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -197,6 +214,33 @@ class AdminService:
             '/octavo.v1.AdminService/WatchStatus',
             octavo_dot_v1_dot_admin__pb2.WatchStatusRequest.SerializeToString,
             octavo_dot_v1_dot_admin__pb2.WatchStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.AdminService/GetMetrics',
+            octavo_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+            octavo_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

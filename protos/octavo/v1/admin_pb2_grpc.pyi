@@ -41,6 +41,8 @@ class AdminServiceStub:
     more, the last state is sent and the stream ends OK; when the frontend stops before that it ends UNAVAILABLE. At most 16
     watches run in a frontend at one time; more are RESOURCE_EXHAUSTED.
     """
+    GetMetrics: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetMetricsRequest, _admin_pb2.GetMetricsResponse]
+    """GetMetrics returns what the service counts, as GET /metrics of the HTTP door does."""
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Drain makes the service take no new requests: they are UNAVAILABLE with the reason DRAINING, and health says
     NOT_SERVING. Requests that have begun go on to their end, however long that takes. Only a restart of the service
@@ -73,6 +75,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     more, the last state is sent and the stream ends OK; when the frontend stops before that it ends UNAVAILABLE. At most 16
     watches run in a frontend at one time; more are RESOURCE_EXHAUSTED.
     """
+    GetMetrics: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetMetricsRequest, _admin_pb2.GetMetricsResponse]  # type: ignore[assignment]
+    """GetMetrics returns what the service counts, as GET /metrics of the HTTP door does."""
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Drain makes the service take no new requests: they are UNAVAILABLE with the reason DRAINING, and health says
     NOT_SERVING. Requests that have begun go on to their end, however long that takes. Only a restart of the service
@@ -114,6 +118,14 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         more, the last state is sent and the stream ends OK; when the frontend stops before that it ends UNAVAILABLE. At most 16
         watches run in a frontend at one time; more are RESOURCE_EXHAUSTED.
         """
+
+    @_abc_1.abstractmethod
+    def GetMetrics(
+        self,
+        request: _admin_pb2.GetMetricsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetMetricsResponse, _abc.Awaitable[_admin_pb2.GetMetricsResponse]]:
+        """GetMetrics returns what the service counts, as GET /metrics of the HTTP door does."""
 
     @_abc_1.abstractmethod
     def Drain(
