@@ -194,14 +194,15 @@ def test_work_without_a_finished_step_is_a_stall_though_the_worker_is_well(monke
     monkeypatch.setattr(Planner, "build", lambda *_: None)
     core.on_event(RequestSubmitted(FRONTEND, make_submit(1, [1], 5)), 200.0)
     assert core.next_timer == 500.0
-    core.on_events((), 499.0)
-    assert core.stall == ""
-    core.on_events((), 500.0)
-    assert core.stall == "requests wait, and no step has finished for 300 s"
+    told = []
+    for now in (499.0, 500.0):
+        core.on_events((), now)
+        told.append(core.stall)
+    assert told == ["", "requests wait, and no step has finished for 300 s"]
     assert core.next_timer is None, "it is told once"
     core.on_event(FrontendLost(FRONTEND), 501.0)
     core.on_events((), 502.0)
-    assert core.stall == "", "nothing to do is no stall"
+    assert not core.stall, "nothing to do is no stall"
 
 
 def test_a_crash_loop_is_a_stall_until_a_step_finishes() -> None:
