@@ -156,9 +156,9 @@ class Client:
                     code = _HTTP_STATUSES.get(response.status_code, str(response.status_code))
                     detail = (await response.aread()).decode(errors="replace")
                     return
-                async for line in response.aiter_lines():
-                    data = line.removeprefix("data: ")
-                    if data == "[DONE]":
+                async for line in _lines(response):
+                    data = line.removeprefix(b"data: ")
+                    if data == b"[DONE]":
                         code, detail = OK, ""
                     elif data and (error := _take_chunk(history, json.loads(data))) is not None:
                         code, detail = error
@@ -200,6 +200,15 @@ class Client:
                     return
             except httpx2.ConnectError:
                 await asyncio.sleep(RETRY_S)
+
+
+async def _lines(response: httpx2.Response) -> AsyncIterator[bytes]:
+    """Yield the lines of events; unlike `aiter_lines` at line feeds alone, for a text may hold a U+0085."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line
 
 
 def _end(history: History, code: str, detail: str = "") -> None:
