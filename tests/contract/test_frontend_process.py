@@ -7,11 +7,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 
 import grpc
 import psutil
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from octavo.frontend.main import EXIT_CONFIGURATION, EXIT_FAILED
@@ -22,7 +23,9 @@ from tests.support.frontend_client import EOF, WAIT_S, parse, read, refusal
 from tests.support.scripted_scheduler import ScriptedScheduler
 
 CODE = """
-import logging, sys
+import logging, os, resource, sys
+if "MOST_FILES" in os.environ:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(os.environ["MOST_FILES"]),) * 2)
 from pathlib import Path
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.main import run
@@ -139,6 +142,31 @@ async def test_logs_on_a_full_disk_hold_nothing_up(
             assert (await read(call)).WhichOneof("event") == "finished"
             running.send_signal(signal.SIGTERM)
             assert (await ended(running))[0] == 0
+
+
+async def test_more_connections_than_files_take_nothing_from_who_is_connected(
+    tiny_model: Path, scheduler: ScriptedScheduler, address: str, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F59: a stream goes on beside 400 connections to a process that may open 256 files, and later ones are served again."""
+    monkeypatch.setenv("MOST_FILES", "256")
+    with process(tiny_model, address, free_port) as running:
+        async with connected(free_port) as channel:
+            call, request = await begin_stream(channel, scheduler)
+            with ExitStack() as stack:
+                for _ in range(400):
+                    crowd = stack.enter_context(socket.socket())
+                    crowd.setblocking(False)
+                    crowd.connect_ex(("127.0.0.1", free_port))
+                for position, byte in enumerate(b"all"):
+                    scheduler.emit(request, [byte], position=position)
+                    assert (await read(call)).delta.text == chr(byte)
+                assert psutil.Process(running.pid).num_fds() < 192, "the rest has files left"
+            scheduler.emit(request, list(b"!"), position=3, finish=FinishReason.LENGTH)
+            assert (await read(call)).delta.text == "!"
+        async with connected(free_port) as channel:
+            await until_serving(channel)
+        running.send_signal(signal.SIGTERM)
+        assert (await ended(running))[0] == 0
 
 
 async def test_a_second_sigterm_does_not_wait(
