@@ -25,6 +25,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 SHAPE = TINY_LLAMA | {"tie_word_embeddings": False} | ({"head_dim": 64} if CUDA else {"num_hidden_layers": 1})
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32]
 OTHER = [27, 18, 28]
+NUM_AFTER = 12 if CUDA else 2  # steps in the session after
 FILTERS = RowSampling(seed=11, temperature=0.9, top_k=20, top_p=0.9, min_p=0.01)
 PENALTIES = RowSampling(seed=2**63 + 1, temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4, logprobs=3)
 MASKS = RowSampling(
@@ -365,3 +366,77 @@ def test_prompts_are_told_as_the_reference_tells_them(runner: GpuRunner, expecte
                 found, wanted = (unpack_floats(getattr(told, name)) for told in (mine, reference))
                 assert found == pytest.approx(wanted, abs=1e-3)
     assert [told.count for result in expected for told in result.prompt_logprobs] == [4, 4]
+
+
+def with_choices() -> tuple[PlanDriver, list[StepPlan]]:
+    """Write the plans of five rows, one of them a second choice: prompts of 9, 3 and 6 tokens, then ids for all."""
+    driver = PlanDriver(4, 129)
+    driver.begin(0, PROMPT, GREEDY)
+    driver.begin(2, OTHER, PENALTIES)
+    driver.begin(5, PROMPT[:6], PLAIN)
+    driver.begin(6, OTHER, MASKS)
+    driver.fork(5, 1, 1)
+    return driver, [driver.plan({0: 9, 2: 3, 5: 6, 6: 3})]
+
+
+def test_rows_go_on_in_a_new_session_from_what_the_one_before_has_left(runner: GpuRunner) -> None:
+    """F40: its plans are in flight when the scheduler is lost; the next one names all ids and gives out other rows."""
+    driver, plans = with_choices()
+    plans += [driver.plan(dict.fromkeys((0, 2, 5, 6, 1), 1)) for _ in range(1 + NUM_AFTER)]
+    expected: dict[int, list[int]] = {row: [] for row in (0, 2, 5, 6, 1)}
+    for result in run_ahead(runner, plans, 3):
+        for row, token in tokens_of(result).items():
+            expected[row].append(token)
+    runner.clear()
+    for plan in plans[:2]:
+        runner.launch(plan)
+    left = {(row.num_prompt_tokens, row.choice, row.output_ids): row for row in runner.hold()}
+    assert (len(runner.rows), runner.num_in_flight, runner.take_results()) == (0, 0, [])
+
+    driver = PlanDriver.of(runner, seed=1)
+    kinds = {0: (PROMPT, GREEDY, 7), 2: (OTHER, PENALTIES, 6), 5: (PROMPT[:6], PLAIN, 2), 6: (OTHER, MASKS, 5)}
+    kinds[1] = (*kinds[5][:2], 0)
+    counts = {}
+    for was, (prompt, sampling, row) in kinds.items():
+        held = left.pop((len(prompt), int(was == 1), pack_ints(expected[was][:2])))
+        assert held.num_computed_tokens == len(prompt) + 1, "all but the newest id"
+        num_cached = 8 if was == 0 else 0  # goes on from before its end, with whole blocks
+        driver.adopt(row, held, [*prompt, *expected[was][:2]], sampling, num_cached=num_cached)
+        counts[row] = len(prompt) + 2 - num_cached if num_cached else 1
+    assert not left
+    found = run_ahead(
+        runner, [driver.plan(counts), *(driver.plan(dict.fromkeys(counts, 1)) for _ in range(NUM_AFTER - 1))], 2
+    )
+    for was, (_, _, row) in kinds.items():
+        assert [tokens_of(result)[row] for result in found] == expected[was][2:], was
+
+
+def test_a_row_that_begins_with_other_ids_than_its_blocks_hold_is_refused(runner: GpuRunner) -> None:
+    driver, plans = with_choices()
+    for plan in [*plans, driver.plan(dict.fromkeys((0, 2, 5, 6, 1), 1))]:
+        runner.launch(plan)
+    held = next(row for row in runner.hold() if row.num_prompt_tokens == len(PROMPT))
+    ids = [*PROMPT, *unpack_ints(held.output_ids)]
+    ids[4] += 1
+    driver = PlanDriver.of(runner)
+    driver.adopt(3, held, ids, GREEDY)
+    with pytest.raises(PlanError, match="begins with 10 computed tokens that are not those of row 0"):
+        runner.launch(driver.plan({3: 1}))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_row_whose_fault_nobody_was_told_of_is_not_held(runner: GpuRunner) -> None:
+    driver = PlanDriver.of(runner)
+    driver.begin(4, PROMPT)
+    driver.begin(6, OTHER)
+    line = runner._model._embedding[PROMPT[-1]]
+    good = line.clone()
+    line[:] = float("nan")
+    settle()
+    try:
+        runner.launch(driver.plan({4: 9, 6: 3}))
+        held = runner.hold()
+    finally:
+        line.copy_(good)
+        settle()
+    assert [row.request for row in held] == ["row 6"]

@@ -11,6 +11,7 @@ from random import Random
 import msgspec
 
 from octavo.wire.columns import pack_ints, unpack_ints
+from octavo.wire.held_rows import HeldRow
 from octavo.wire.plan import FLAG_SAMPLE, NewRow, RowSampling, StepPlan, StepResult
 from octavo.worker.interface import Runner
 
@@ -82,13 +83,27 @@ class PlanDriver:
         """Give a row to a sequence in the next plan; `num_prompt` 0: all ids are the prompt.
 
         The first `num_cached` tokens, whole blocks, are those of another row: a live one that comes earlier in that
-        plan, or one whose blocks nobody has taken since.
+        plan, or one whose blocks nobody has taken since. What a session before has left is for `adopt`.
         """
         num_prompt = num_prompt or len(ids)
         self._new.append(NewRow(row, f"row {row}", choice, num_prompt, num_cached, pack_ints(ids), sampling))
         self.rows[row] = DrivenRow(len(ids), num_cached)
         if cached_from is not None:
             self._cached_from[row] = cached_from
+
+    def adopt(self, row: int, held: HeldRow, ids: Sequence[int], sampling: RowSampling, *, num_cached: int = 0) -> None:
+        """Give a row to a sequence that goes on, with all its ids, from what another session has left in the cache.
+
+        `num_cached` 0: from all that is computed. Blocks that are not its own, the next plans take after all others.
+        """
+        num_cached = num_cached or held.num_computed_tokens
+        table = list(unpack_ints(held.block_table))
+        self._free = [*table, *(block for block in self._free if block not in table)]
+        left = DrivenRow(len(ids), held.num_computed_tokens, table)
+        num_prompt = held.num_prompt_tokens
+        self.begin(
+            row, ids, sampling, num_prompt=num_prompt, choice=held.choice, num_cached=num_cached, cached_from=left
+        )
 
     def end(self, row: int) -> None:
         """Free a row in the next plan; blocks that nobody else names can be taken by that plan."""
@@ -149,7 +164,7 @@ class PlanDriver:
     def _extend(self, row: int, count: int, columns: _Columns) -> None:
         state = self.rows[row]
         if row in self._cached_from:
-            cached = self._cached_from.pop(row).table[: state.num_computed // self._block_size]
+            cached = self._cached_from.pop(row).table[: -(-state.num_computed // self._block_size)]
             for block in cached:
                 if not self._num_holders[block]:
                     self._free.remove(block)
