@@ -19,6 +19,7 @@ class PeerRecord:
     last_heard: float
     state: str = "ready"  # or draining, or drained
     figures: WorkerFigures | None = None  # the newest that it told
+    num_unread: int = 0  # Heartbeats that it has not answered
 
     @property
     def is_worker(self) -> bool:

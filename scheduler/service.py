@@ -22,11 +22,13 @@ from octavo.scheduler.instructions import (
 )
 from octavo.scheduler.metrics import SchedulerMetrics
 from octavo.scheduler.peers import PeerRecord
+from octavo.scheduler.replacement import Replacement
 from octavo.scheduler.sessions import Channel, Question, Sessions
 from octavo.scheduler.trace import PlanTrace
 from octavo.scheduler.tracing import RequestTraces
 from octavo.wire.channel import HEARTBEAT_INTERVAL_S
 from octavo.wire.failpoints import failpoint
+from octavo.wire.handshake import Heartbeat
 from octavo.wire.ids import BootId, SessionId, new_session_id
 from octavo.wire.process_stats import sample
 from octavo.wire.requests import (
@@ -60,7 +62,8 @@ class Service:
         new_session: draws the identities of sessions.
 
     Attributes:
-        is_replaced: somebody asked for the next scheduler; the driver calls `leave` and no `turn` any more.
+        is_replaced: somebody asked for the next scheduler, and knows that this one leaves; the driver calls `leave` and no
+            `turn` any more.
     """
 
     def __init__(
@@ -87,12 +90,13 @@ class Service:
         self._trace = trace
         self._traces = traces
         self._idle_check = IdleCheck(self.core.check)
+        self._replacement = Replacement()
         self.is_replaced = False
 
     @property
     def next_timer(self) -> float | None:
         """When `turn` must be called again at the latest; None while only a message can change anything."""
-        timers = (self.sessions.next_timer, self.core.next_timer, self._idle_check.due)
+        timers = (self.sessions.next_timer, self.core.next_timer, self._idle_check.due, self._replacement.due)
         return min((timer for timer in timers if timer is not None), default=None)
 
     @property
@@ -116,6 +120,7 @@ class Service:
             happened = self._settle(now) or happened  # an asker that could not be answered has lost its session
         self.sessions.tell_stall(self.core.stall)
         self._check_when_idle(now, happened)
+        self.is_replaced = self._replacement.is_settled(self.sessions.peers, now)
 
     def decide(self, events: list[Event], now: float) -> list[Instruction]:
         """Tell the core what has happened; return what is to be done. A seam for those who watch."""
@@ -196,7 +201,8 @@ class Service:
             case ReplaceScheduler(tag_id):
                 _log.info("%s asks for the next scheduler: this one leaves", peer.label)
                 self.sessions.send(peer, SchedulerLeaves(tag_id, self.core.figures.num_requests))
-                self.is_replaced = True
+                self.sessions.send(peer, Heartbeat())
+                self._replacement.asked(peer, now)
 
     def _drain(self, peer: PeerRecord, question: DrainService) -> None:
         self.sessions.begin_drain()

@@ -185,6 +185,8 @@ class Sessions:
 
     def send(self, peer: PeerRecord, message: FromScheduler) -> int:
         """Send a message of a session; return its size in bytes, 0 if the session ended by this."""
+        if isinstance(message, Heartbeat):
+            peer.num_unread += 1
         try:
             return self.channel.send(peer.identity, message, peer.session.id, peer.session.next_number())
         except SessionLost as error:
@@ -364,7 +366,7 @@ class Sessions:
         peer.last_heard = now
         match message:
             case Heartbeat():
-                pass
+                peer.num_unread = max(0, peer.num_unread - 1)
             case Goodbye(reason):
                 self._forget(peer, f"it left: {reason}", "left")
             case HeldRows() if peer.is_worker:
