@@ -1,9 +1,12 @@
-"""Logging of every process: one line an event, on standard error, as text or as JSON; of bounded length."""
+"""Logging of every process: one line an event, on standard error, as text or as JSON; of bounded length and number."""
 
 import json
 import logging
 import os
+import sys
 from datetime import UTC, datetime
+
+from octavo.cli.log_handler import BoundedHandler
 
 ACCESS_LOGGER = "octavo.frontend.access_log"
 
@@ -25,7 +28,7 @@ def configure(role: str, level: str, log_format: str = "text", access_log: bool 
         log_format: text, or json: an object a line.
         access_log: whether a frontend tells of each call.
     """
-    handler = logging.StreamHandler()
+    handler = BoundedHandler(sys.stderr, unbounded=frozenset({ACCESS_LOGGER}))
     handler.setFormatter(JsonFormatter(role) if log_format == "json" else TextFormatter(role))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name, least in _QUIET.items():

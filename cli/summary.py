@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
 from octavo.cli.keys import Access
+from octavo.cli.log_handler import write_all
 from octavo.cli.supervisor import Supervisor
 from octavo.v1 import admin_pb2, admin_pb2_grpc, generation_pb2
 
@@ -92,10 +93,15 @@ def _print_summary(supervisor: Supervisor, announcement: Announcement, status: a
     }
     # Lines, not a table: what is meant to be copied must not be folded.
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(f"\n[bold]Octavo is ready[/bold] after {seconds:.1f} s")
-    for name, words in rows.items():
-        console.print(f"  {name:<10}", end="")
-        console.print(words, markup=False)
+    with console.capture() as summary:
+        console.print(f"\n[bold]Octavo is ready[/bold] after {seconds:.1f} s")
+        for name, words in rows.items():
+            console.print(f"  {name:<10}", end="")
+            console.print(words, markup=False)
+    try:
+        write_all(sys.stderr, summary.get())
+    except (OSError, ValueError) as error:
+        logger.warning("the summary cannot be written: %s", error)
 
 
 def program() -> str:

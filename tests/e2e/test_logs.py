@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import signal
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -12,7 +14,7 @@ import grpc
 
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from tests.support.service import Service, free_port
+from tests.support.service import OCTAVO, Answer, Service, assert_gone, free_port, request
 
 SECRET = "xylophonequartz"
 REQUEST_ID = "a-request-of-this-test"
@@ -91,3 +93,22 @@ def test_no_line_of_any_process_holds_text(make_service: Callable[[], Service], 
     # From the caller's name for a request to the scheduler's, and with it to the worker's rows.
     names = {line["request"] for line in calls if line["process"] == "scheduler"}
     assert names & {line.get("request") for line in lines if line["process"] == "worker"}
+
+
+def test_a_service_whose_log_cannot_be_written_serves(make_service: Callable[[], Service], demo_model: Path) -> None:
+    """F57: it comes up, streams, and ends with code 0."""
+    service = make_service()
+    port = service.address.rpartition(":")[2]
+    with Path("/dev/full").open("w") as full:
+        words = (*OCTAVO, "serve", str(demo_model), "--backend", "cpu", "--grpc-port", port, "--http-port", "0")
+        process = subprocess.Popen(words, stdout=full, stderr=full, env=service.environment, start_new_session=True)
+    service.processes.append(process)
+    service.wait_until_ready()
+    answer = Answer()
+    for event in service.generation.GenerateStream(request([1], max_tokens=40, ignore_eos=True), timeout=90):
+        answer.add(event)
+    assert len(answer.ids) == 40
+    family = service.family()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    assert_gone(family)
