@@ -118,7 +118,8 @@ class Service:
             for peer, question in questions:
                 self._answer(peer, question, now)
             happened = self._settle(now) or happened  # an asker that could not be answered has lost its session
-        self.sessions.tell_stall(self.core.stall)
+        if self.sessions.tell_stall(self.core.stall):
+            happened = self._settle(now) or happened  # so has one that could not be told
         self._check_when_idle(now, happened)
         self.is_replaced = self._replacement.is_settled(self.sessions.peers, now)
 

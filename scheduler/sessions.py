@@ -157,16 +157,20 @@ class Sessions:
             for frontend in self.peers.frontends:
                 self.send(frontend, ServiceDrains())
 
-    def tell_stall(self, reason: str) -> None:
-        """Tell all frontends that the service is not ready although there is a worker, or, with '', that it is again."""
+    def tell_stall(self, reason: str) -> bool:
+        """Tell all frontends that the service is not ready although there is a worker, or, with '', that it is again.
+
+        Returns whether that is news; sessions of those who could not be told have ended by it.
+        """
         if reason == self._stall:
-            return
+            return False
         self._stall = reason
         if reason:
             _log.warning("not ready: %s", reason)
         if self.peers.worker is not None:
             for frontend in self.peers.frontends:
                 self.send(frontend, WorkerState(not reason, reason))
+        return True
 
     def receive(self, now: float) -> None:
         """Handle the messages that wait, up to RECEIVE_LIMIT."""
