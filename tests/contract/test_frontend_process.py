@@ -1,6 +1,7 @@
 """The frontend as a process: how it starts, what it says when it cannot, and how it ends."""
 
 import asyncio
+import http.client
 import os
 import signal
 import socket
@@ -32,7 +33,8 @@ from octavo.frontend.main import run
 logging.basicConfig(level=logging.INFO)
 model, address, port, grace, reuse = sys.argv[1:]
 config = FrontendConfig(
-    Path(model), ("tiny",), address, grpc_port=int(port), grace_s=float(grace), reuse_port=reuse == "reuse"
+    Path(model), ("tiny",), address, grpc_port=int(port), grace_s=float(grace), reuse_port=reuse == "reuse",
+    http_port=int(os.environ["HTTP_PORT"]) if "HTTP_PORT" in os.environ else None,
 )
 sys.exit(run(config))
 """
@@ -167,6 +169,43 @@ async def test_more_connections_than_files_take_nothing_from_who_is_connected(
             await until_serving(channel)
         running.send_signal(signal.SIGTERM)
         assert (await ended(running))[0] == 0
+
+
+async def test_more_connections_than_files_at_both_doors(
+    tiny_model: Path, scheduler: ScriptedScheduler, address: str, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F59: beside 800 connections to a process that may open 256 files, /health is answered; it recovers, and ends with 0."""
+    monkeypatch.setenv("MOST_FILES", "256")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        http_port = probe.getsockname()[1]
+    monkeypatch.setenv("HTTP_PORT", str(http_port))
+    with process(tiny_model, address, free_port) as running:
+        async with connected(free_port) as channel:
+            await scheduler.session_begun()
+            await until_serving(channel)
+            with ExitStack() as stack:
+                for number in range(800):
+                    crowd = stack.enter_context(socket.socket())
+                    crowd.setblocking(False)
+                    crowd.connect_ex(("127.0.0.1", http_port if number % 2 else free_port))
+                assert await asyncio.to_thread(http_status, http_port) == 200
+                assert psutil.Process(running.pid).num_fds() < 256 - 16, "the rest has files left"
+            assert await asyncio.to_thread(http_status, http_port) == 200
+        async with connected(free_port) as channel:
+            await until_serving(channel)
+        running.send_signal(signal.SIGTERM)
+        assert (await ended(running))[0] == 0
+
+
+def http_status(port: int) -> int:
+    """Return the status of GET /health."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status
+    finally:
+        connection.close()
 
 
 async def test_a_second_sigterm_does_not_wait(
