@@ -10,6 +10,8 @@ EXIT_GAVE_UP = 1
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 30.0
 STABLE_AFTER_S = 60.0
+WELL_FOR_S = 3.0
+"""A process that has answered that it is well for so long works: what killed it then says nothing about its start."""
 FAILED_START_S = 5.0
 ORDERLY_LIFE_S = 1.0
 """A process that leaves in good order after so long was asked to; one that does it sooner might do it for ever."""
@@ -29,7 +31,8 @@ class Restarts:
     """The lives of one process.
 
     After a life that ended badly it starts again: first at once, then with a delay that doubles up to MAX_BACKOFF_S, and
-    starts over once a life has lasted STABLE_AFTER_S. So a process that dies at its start costs two starts a minute.
+    starts over once a life has lasted STABLE_AFTER_S, or the process was well for WELL_FOR_S. So a process that dies at its
+    start costs two starts a minute, and one that is killed at its work starts again at once, however often.
     """
 
     def __init__(self, name: str) -> None:
@@ -37,13 +40,14 @@ class Restarts:
         self._backoff_s = 0.0
         self._num_failed_starts = 0
 
-    def after(self, code: int, lasted_s: float, was_asked: bool = False) -> float | GiveUp:
+    def after(self, code: int, lasted_s: float, was_asked: bool = False, well_s: float = 0.0) -> float | GiveUp:
         """Return in how many seconds the next life begins.
 
         Args:
             code: exit code, negative for a signal.
             lasted_s: how long the life was.
             was_asked: it was told to end, so that the next one takes its place.
+            well_s: how long before its end it first answered that it was well; 0 if it never did, or cannot be asked.
         """
         if code == EXIT_CONFIGURATION:
             return GiveUp(f"the {self._name} cannot start as configured; the service ends", EXIT_CONFIGURATION)
@@ -53,7 +57,7 @@ class Restarts:
         if self._num_failed_starts >= MAX_FAILED_STARTS:
             reason = f"the {self._name} failed {self._num_failed_starts} times in a row at its start; the service ends"
             return GiveUp(reason, EXIT_GAVE_UP)
-        if lasted_s > STABLE_AFTER_S:
+        if lasted_s > STABLE_AFTER_S or well_s >= WELL_FOR_S:
             self._backoff_s = 0.0
         return self._next_delay()
 

@@ -78,6 +78,7 @@ class Supervisor:
         self._leaving: set[str] = set()  # children that were told to make room for the next one
         self._tasks: set[asyncio.Task[None]] = set()
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._well_since: dict[str, float] = {}  # of children that can be asked: their first good answer
         self._stopping = asyncio.Event()
         self._exit_code = 0
 
@@ -143,7 +144,7 @@ class Supervisor:
         while not self._stopping.is_set():
             started = now()
             try:
-                pid, code = await self._live(spec)
+                pid, code, well_s = await self._live(spec)
             except OSError as error:  # no process or no memory is left for it; that may change
                 delay_s = restarts.after_no_start()
                 logger.error("the %s cannot be started: %s; again %s", spec.name, error, when(delay_s))
@@ -154,7 +155,7 @@ class Supervisor:
             self._leaving.discard(spec.name)
             if self._stopping.is_set():
                 return
-            next_life = restarts.after(code, lasted_s, was_asked)
+            next_life = restarts.after(code, lasted_s, was_asked, well_s)
             if isinstance(next_life, GiveUp):
                 self._give_up(next_life.reason, next_life.exit_code)
                 return
@@ -177,8 +178,12 @@ class Supervisor:
         self._exit_code = exit_code
         self._stopping.set()
 
-    async def _live(self, spec: ChildSpec) -> tuple[int, int]:
-        """Run one life of a child; return its process id and its exit code, negative for a signal."""
+    async def _live(self, spec: ChildSpec) -> tuple[int, int, float]:
+        """Run one life of a child.
+
+        Returns:
+            Its process id, its exit code, negative for a signal, and how long before its end it was well first.
+        """
         ours = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
         process = await asyncio.create_subprocess_exec(
             *self._program,
@@ -196,16 +201,21 @@ class Supervisor:
             process.terminate()
         watchdog = asyncio.create_task(self._kill_when_stalled(spec, process)) if spec.live_socket else None
         code = await process.wait()
+        ended = asyncio.get_running_loop().time()
         if watchdog is not None:
             watchdog.cancel()
             await asyncio.gather(watchdog, return_exceptions=True)
+        well_s = ended - self._well_since.pop(spec.name, ended)
         del self._processes[spec.name]
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # compilers and the like that it has left behind
-        return process.pid, code
+        return process.pid, code, well_s
 
     async def _kill_when_stalled(self, spec: ChildSpec, process: asyncio.subprocess.Process) -> None:
-        reason = await until_stalled(spec.live_socket, self._stall_timeout_s)
+        now = asyncio.get_running_loop().time
+        reason = await until_stalled(
+            spec.live_socket, self._stall_timeout_s, lambda: self._well_since.setdefault(spec.name, now())
+        )
         # What ends has its grace, and is killed after it.
         if not self._stopping.is_set() and process.returncode is None:
             logger.error("the %s (pid %d) stalls: %s; it is killed", spec.name, process.pid, reason)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from collections.abc import Callable
 
 PROBE_INTERVAL_S = 1.0
 MAX_START_S = 120.0
@@ -23,7 +24,7 @@ class Stalled(Exception):
     """The process says itself that it makes no progress."""
 
 
-async def until_stalled(path: str, timeout_s: float) -> str:
+async def until_stalled(path: str, timeout_s: float, on_well: Callable[[], object] = lambda: None) -> str:
     """Ask a process at its Unix socket for its health, again and again; return what is wrong once it does not answer.
 
     One answer may be late: two in a row must be missing, so that a pause of the whole machine is not taken for a stall.
@@ -31,6 +32,7 @@ async def until_stalled(path: str, timeout_s: float) -> str:
     Args:
         path: where it answers HTTP; nobody listens there before it has started and after it has ended.
         timeout_s: how long it may be silent, unless it loads.
+        on_well: called at each answer that it is well and does not load.
     """
     now = asyncio.get_running_loop().time
     started, has_answered, num_missed, patience_s = now(), False, 0, timeout_s
@@ -51,6 +53,8 @@ async def until_stalled(path: str, timeout_s: float) -> str:
                 return f"it has not begun to serve within {MAX_START_S:g} s"
         else:
             has_answered = True
+            if not is_loading:
+                on_well()
             patience_s = max(timeout_s, LOADING_SILENCE_S) if is_loading else timeout_s
         num_missed = 0
         await asyncio.sleep(PROBE_INTERVAL_S)

@@ -271,6 +271,14 @@ def test_a_crash_loop_costs_two_starts_a_minute() -> None:
     assert lives.after(-signal.SIGSEGV, restarts.STABLE_AFTER_S + 1) == 0.0
 
 
+def test_a_process_that_was_well_starts_at_once_however_often_it_is_killed() -> None:
+    """F40: a delay would be a pause of every stream."""
+    lives = Restarts("scheduler")
+    assert [lives.after(-signal.SIGKILL, 10.0, well_s=restarts.WELL_FOR_S) for _ in range(20)] == [0.0] * 20
+    lives = Restarts("scheduler")
+    assert [lives.after(-signal.SIGKILL, 10.0, well_s=restarts.WELL_FOR_S / 2) for _ in range(3)] == [0.0, 0.25, 0.5]
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [

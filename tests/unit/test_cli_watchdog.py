@@ -68,6 +68,14 @@ async def test_what_answers_is_not_stalled(listen: Listen, path: str) -> None:
     watch.cancel()
 
 
+async def test_good_answers_are_told_but_not_those_of_who_loads(listen: Listen, path: str) -> None:
+    told: list[int] = []
+    await listen([answer_of("loading"), b"noise", OK, answer_of("serving"), answer_of("stalled", "503 Busy")])
+    async with asyncio.timeout(WAIT_S):
+        assert await until_stalled(path, WAIT_S, lambda: told.append(1)) == "it hangs"
+    assert len(told) == 2
+
+
 async def test_a_process_that_never_begins_to_serve(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "PROBE_INTERVAL_S", 0.0)
     monkeypatch.setattr(watchdog, "MAX_START_S", 0.05)

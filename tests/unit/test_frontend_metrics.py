@@ -19,7 +19,21 @@ from octavo.frontend.streams import Timings
 from octavo.wire.requests import FinishReason, ProcessInfo, StatusReport
 
 REPORT = StatusReport(
-    1, (ProcessInfo("frontend", 7, "b", 1, "ready"),) * 2, 3, 4, 64, 48, 16, 9, 2, 5, 100, 30, recomputed_tokens=6
+    1,
+    (ProcessInfo("frontend", 7, "b", 1, "ready"),) * 2,
+    3,
+    4,
+    64,
+    48,
+    16,
+    9,
+    2,
+    5,
+    100,
+    30,
+    recomputed_tokens=6,
+    adopted_rows=2,
+    adopted_tokens=57,
 )
 
 
@@ -235,6 +249,7 @@ def test_the_scheduler_is_told_of_as_it_reports() -> None:
     assert (found["octavo_prefix_cache_queries_total",], found["octavo_prefix_cache_hits_total",]) == (100, 30)
     assert (found["octavo_scheduler_steps_total",], found["octavo_num_preemptions_total",]) == (9, 2)
     assert found["octavo_recomputed_tokens_total",] == 6
+    assert (found["octavo_adopted_rows_total",], found["octavo_adopted_tokens_total",]) == (2, 57)
     assert found["octavo_processes", "frontend", "ready"] == 2
     without = samples(Metrics())
     assert without["octavo_scheduler_up",] == 0

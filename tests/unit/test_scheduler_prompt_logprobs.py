@@ -49,6 +49,26 @@ def test_the_prompt_of_many_choices_is_computed_and_told_once() -> None:
     assert [entry.choice for entry in entries_of(driver, client)] == [0]
 
 
+@pytest.mark.parametrize("num_steps", range(5))
+def test_after_a_loss_no_choice_draws_before_the_prompt_is_told(num_steps: int) -> None:
+    """F36: the other choices had been forked in the plan whose result, with the rest of the prompt, was lost."""
+    driver = make_driver(max_num_batched_tokens=10)
+    client = driver.submit(PROMPT, 3, num_choices=3, prompt_logprobs=0)
+    for _ in range(num_steps):
+        driver.step()
+    was_told = driver.received[FRONTEND].num_prompt_told(client.handle) == len(PROMPT) if num_steps else False
+    assert was_told == (num_steps > 3)
+    driver.lose_worker()
+    num_plans = len(driver.plans)
+    driver.worker_ready()
+    while driver.received[FRONTEND].num_prompt_told(client.handle) != len(PROMPT):
+        assert not any(driver.tokens(client, choice) for choice in (0, 1, 2))
+        driver.step()
+    driver.drain()
+    again = [new.choice for plan in driver.plans[num_plans:] for new in plan.new_rows]
+    assert again == ([0, 1, 2] if was_told else [0]), "the others are forked once the prompt is computed"
+
+
 def test_max_tokens_0_ends_without_a_draw() -> None:
     driver = make_driver(max_num_batched_tokens=20)
     client = driver.submit(PROMPT, 0, num_choices=3, prompt_logprobs=1)

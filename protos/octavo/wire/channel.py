@@ -268,7 +268,7 @@ class DealerChannel:
         self._socket.setsockopt(zmq.IDENTITY, f"{self._boot_id}.{self._connections}".encode())
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)  # a scheduler that starts anew is there within a second
         if self._keys is not None:
             present(self._socket, self._keys)
         self._is_connected = False  # and each side has shown that it is who it should be

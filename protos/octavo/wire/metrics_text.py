@@ -83,6 +83,8 @@ def scheduler_families(report: StatusReport, model: str) -> Iterator[Metric]:
         "scheduler_steps": ("Steps that have been computed.", report.steps),
         "num_preemptions": ("Times that a request lost its blocks to another one.", report.preemptions),
         "recomputed_tokens": ("Tokens computed again after preemptions, faults, losses.", report.recomputed_tokens),
+        "adopted_rows": ("Rows of a worker's earlier session that sequences went on from.", report.adopted_rows),
+        "adopted_tokens": ("Tokens of these that were not computed again.", report.adopted_tokens),
         "prefix_cache_queries": ("Prompt tokens looked for in the prefix cache.", report.prompt_tokens),
         "prefix_cache_hits": ("Of these, found there.", report.cached_prompt_tokens),
         "scheduler_failed_checks": ("Times that its state contradicted itself: bugs.", report.failed_checks),
