@@ -260,7 +260,7 @@ class Service:
 
 
 def _log_submitted(event: RequestSubmitted) -> None:
-    message, name = event.message, f"{event.frontend:x}-{event.message.handle}"
+    message, name = event.message, f"{event.owner}-{event.message.handle}"  # as in NewRow.request
     fields = {"request_id": message.request_id, "request": name, "session": f"{event.frontend:016x}"}
     num_prompt, num_replayed = len(message.prompt_ids) // 4, sum(map(len, message.output_ids)) // 4
     _log.debug(
