@@ -6,10 +6,11 @@
 when every stream has run undisturbed for some seconds. Of each stream the pause is told from the event to its first token
 thereafter: the end of the longest time without a token that begins at the event, since tokens that had left the dead process
 still arrive. What happened meanwhile is read from the status, which is asked forty times a second: `first_plan_s` is when
-the new scheduler, or the old one with the new worker, was first seen to have sent a plan; `ready_s` when the new process was
-seen ready, which for a worker is the time of its start. Adopted and recomputed tokens are the scheduler's own counts, read
-when all streams had gone on. Exits with 1 if a bound is broken: a first plan 2 s after the death of a scheduler, or 1 s
-after the new worker was ready; a worker's process that changed when it should not have, or a stream that failed.
+the new scheduler, or the old one with the new worker, was first seen to have sent a plan, by the status or a token;
+`ready_s` when the new process was seen ready, which for a worker is the time of its start. Adopted and recomputed tokens are
+the scheduler's own counts, read when all streams had gone on. Exits with 1 if a bound is broken: a first plan 2 s after the
+death of a scheduler, or 1 s after the new worker was ready; a worker's process that changed when it should not have, or a
+stream that failed.
 """
 
 import argparse
@@ -173,10 +174,12 @@ def happen(service: Service, streams: Streams, event: str) -> Seen:
     until(has_begun, "plan")
     streams.wait_for_more(8)
     after = told_status(service)
-    base = before.scheduler.recomputed_tokens if event == "kill_worker" else 0
+    base = before.scheduler if event == "kill_worker" else admin_pb2.SchedulerStatus()  # a new scheduler counts from 0
     seen.pauses = streams.pauses(at)
-    seen.adopted_rows, seen.adopted_tokens = after.scheduler.adopted_rows, after.scheduler.adopted_tokens
-    seen.recomputed_tokens = after.scheduler.recomputed_tokens - base
+    seen.first_plan_s = min(seen.first_plan_s, *seen.pauses)  # a token is a sign of a plan as well
+    seen.adopted_rows = after.scheduler.adopted_rows - base.adopted_rows
+    seen.adopted_tokens = after.scheduler.adopted_tokens - base.adopted_tokens
+    seen.recomputed_tokens = after.scheduler.recomputed_tokens - base.recomputed_tokens
     seen.worker_stays = pid_of(after, "worker") == worker
     return seen
 
