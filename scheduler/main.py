@@ -53,7 +53,7 @@ def run(config: SchedulerConfig, progress: Progress | None = None) -> int:
     except OSError as error:
         _log.error("cannot listen on %s:%s for metrics: %s", config.metrics_host, config.metrics_port, error)
         loop.close()
-        return EXIT_CONFIGURATION
+        return EXIT_FAILED  # whoever listens there may be about to leave
     gc.freeze()  # modules stay: the collector need not look through them again, which would hold up a step
     received: list[int] = []
 

@@ -5,6 +5,10 @@ class StartError(Exception):
     """The worker cannot start as configured: say why and exit; starting again would not help."""
 
 
+class CannotListen(Exception):
+    """A port is taken: whoever listens there may be about to leave, so a later start may succeed."""
+
+
 class ModelConfigError(StartError):
     """config.json is missing, malformed, or describes something that is not supported."""
 

@@ -21,7 +21,7 @@ from octavo.wire.signals import StopSignal
 from octavo.wire.step_timeout import step_timeout_s
 from octavo.wire.tracing import TracingError, start_tracing
 from octavo.worker.config import WorkerConfig
-from octavo.worker.errors import DeviceHung, StartError
+from octavo.worker.errors import CannotListen, DeviceHung, StartError
 from octavo.worker.loading import load
 from octavo.worker.loop import LoadingStopped, WorkerIdentity, WorkerLoop, keep_in_touch
 from octavo.worker.metrics import WorkerMetrics
@@ -48,6 +48,9 @@ def run(config: WorkerConfig, progress: Progress | None = None) -> int:
     try:
         with StopSignal() as stop, zmq.Context() as context:
             _serve(config, stop, context, progress or Progress())
+    except CannotListen as error:
+        logger.error("%s", error)
+        return EXIT_FAILED
     except (StartError, PeerRefused) as error:
         logger.error("%s", error)
         return EXIT_CONFIGURATION
@@ -107,7 +110,7 @@ def _metrics_served(config: WorkerConfig, metrics: WorkerMetrics) -> Iterator[No
     """Answer scrapes meanwhile, if that is wanted.
 
     Raises:
-        StartError: the port cannot be had.
+        CannotListen: the port cannot be had.
     """
     if config.metrics_port is None:
         yield
@@ -123,9 +126,8 @@ def _metrics_served(config: WorkerConfig, metrics: WorkerMetrics) -> Iterator[No
     try:
         server = MetricsServer(config.metrics_host, config.metrics_port, families)
     except OSError as error:
-        raise StartError(
-            f"cannot listen on {config.metrics_host}:{config.metrics_port} for metrics: {error}"
-        ) from error
+        message = f"cannot listen on {config.metrics_host}:{config.metrics_port} for metrics: {error}"
+        raise CannotListen(message) from error
     try:
         yield
     finally:

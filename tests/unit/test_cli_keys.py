@@ -29,7 +29,7 @@ def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
     """Return a function that returns the configuration with which `octavo frontend` would start."""
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setenv("OCTAVO_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setattr(logs, "configure", lambda role, level: None)
+    monkeypatch.setattr(logs, "configure", lambda *_: None)
 
     def run(*arguments: object, environment: dict[str, str] | None = None) -> Any:
         seen: list[Any] = []

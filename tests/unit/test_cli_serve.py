@@ -66,7 +66,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ChildSpec]:
     monkeypatch.setenv("OCTAVO_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setattr(serve, "Supervisor", supervisor)
     monkeypatch.setattr(serve, "has_controlling_terminal", lambda: True)
-    monkeypatch.setattr(logs, "configure", lambda role, level, log_format: None)
+    monkeypatch.setattr(logs, "configure", lambda *_: None)
     monkeypatch.setattr(serve, "resolve", lambda name: Model(tmp_path, ("a", "b")))
     monkeypatch.setattr(serve, "check_port", lambda host, port: None)
     monkeypatch.setattr(serve, "_access", lambda keys, tls, host, port: Access("here:1"))

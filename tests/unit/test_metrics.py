@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import threading
 import urllib.request
 from array import array
@@ -25,7 +26,7 @@ from octavo.wire.ids import BootId
 from octavo.wire.mailbox import Mailbox
 from octavo.wire.metrics import MAX_ROW_BYTES, Layout
 from octavo.wire.metrics_catalogue import CAUSES, SCHEDULER, WAITING_FOR, WORKER
-from octavo.wire.metrics_server import MetricsServer
+from octavo.wire.metrics_server import MAX_CONNECTIONS, MetricsServer
 from octavo.wire.metrics_text import cells_of
 from octavo.wire.plan import FAULT_GRAMMAR, StepPlan, StepResult
 from octavo.wire.process_stats import sample
@@ -238,6 +239,24 @@ def test_a_process_answers_for_itself_until_it_is_closed() -> None:
         server.close()
     with pytest.raises(OSError, match="refused"):
         get(server.port)
+
+
+def test_clients_that_say_nothing_keep_nobody_from_a_scrape(capfd: pytest.CaptureFixture[str]) -> None:
+    server = MetricsServer("127.0.0.1", 0, lambda: [GaugeMetricFamily("octavo_x", "A number.", value=3)])
+    try:
+        silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(MAX_CONNECTIONS - 1)]
+        assert "octavo_x 3.0" in get(server.port)
+        silent[0].sendall(b"GET /met")
+        silent.append(socket.create_connection(("127.0.0.1", server.port)))
+        # Those beyond the bound are closed; of these one is, whichever comes first.
+        beyond = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
+        beyond[1].settimeout(30)
+        assert beyond[1].recv(1) == b""
+        for connection in silent + beyond:
+            connection.close()
+    finally:
+        server.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_one_thread_asks_and_the_owner_answers() -> None:

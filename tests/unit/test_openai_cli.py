@@ -23,7 +23,7 @@ def test_the_port_reaches_the_frontend(
     (tmp_path / "config.json").write_text("{}")
     seen: list[Any] = []
     monkeypatch.setenv("OCTAVO_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setattr(logs, "configure", lambda role, level: None)
+    monkeypatch.setattr(logs, "configure", lambda *_: None)
     monkeypatch.setattr("octavo.frontend.main.run", seen.append)
     result = CliRunner().invoke(build("frontend"), ["frontend", str(tmp_path), *arguments])
     assert result.exit_code == 0, result.output
@@ -50,7 +50,7 @@ def test_serve_refuses_a_taken_port_before_it_starts_anything(tmp_path: Path, mo
             raise ConfigurationError("cannot listen on 8123")
 
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(logs, "configure", lambda role, level: None)
+    monkeypatch.setattr(logs, "configure", lambda *_: None)
     monkeypatch.setattr(serve, "check_port", check)
     result = CliRunner().invoke(build("serve"), ["serve", str(tmp_path), "--grpc-port", "0", "--http-port", "8123"])
     assert result.exit_code != 0

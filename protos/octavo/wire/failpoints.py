@@ -36,7 +36,7 @@ EXIT_CODE = 1
 """Of a process that a fault let exit."""
 
 _ITEM = re.compile(
-    r"(?P<point>[^:]+):(?P<action>[a-z]+)(=(?P<seconds>[^@:]+))?(@(?P<count>[0-9]+))?(:once=(?P<once>.+))?"
+    r"(?P<point>[^:]+):(?P<action>[a-z]+)(=(?P<seconds>[^@:]+))?(@(?P<count>[0-9]{1,10}))?(:once=(?P<once>.+))?"
 )
 _ACTIONS = ("kill", "stop", "exit", "raise", "delay")
 

@@ -2,9 +2,11 @@
 
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable
-from socketserver import TCPServer
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import make_wsgi_app
@@ -12,7 +14,9 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 CONNECTION_TIMEOUT_S = 5.0
-"""How long a client may leave the server waiting, since it is served alone."""
+"""How long a client may leave the server waiting."""
+MAX_CONNECTIONS = 8
+"""At one time, each with a thread; further ones are closed at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -20,9 +24,11 @@ _log = logging.getLogger(__name__)
 class _Made(Collector):
     def __init__(self, make: Callable[[], Iterable[Metric]]) -> None:
         self._make = make
+        self._making = threading.Lock()
 
     def collect(self) -> Iterable[Metric]:
-        return self._make()
+        with self._making:
+            return list(self._make())
 
 
 class _Handler(WSGIRequestHandler):
@@ -32,7 +38,32 @@ class _Handler(WSGIRequestHandler):
         """Log nothing: who scrapes does so every few seconds."""
 
 
-class _Server(WSGIServer):
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    block_on_close = False  # a client that says nothing does not hold up the end
+
+    def __init__(self, *arguments: Any) -> None:
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give a connection a thread, if there is one left."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve it, and give the thread back."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log in a line what went wrong with a connection, which is its client's matter: the library prints a traceback."""
+        _log.debug("a connection for metrics broke: %s", sys.exc_info()[1])
+
     def server_bind(self) -> None:
         """Bind, without asking the resolver for a name of ours."""
         TCPServer.server_bind(self)
@@ -42,7 +73,7 @@ class _Server(WSGIServer):
 
 
 class MetricsServer:
-    """Answers one scrape at a time, in a thread of its own, until it is closed.
+    """Answers scrapes in threads of its own, until it is closed; MAX_CONNECTIONS at one time, and one is made at a time.
 
     Args:
         host, port: where; port 0 lets the system choose one.
@@ -63,7 +94,7 @@ class MetricsServer:
         _log.info("listening on %s:%d for metrics of this process", host, self.port)
 
     def close(self) -> None:
-        """Stop listening; a scrape under way is waited for."""
+        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
