@@ -96,14 +96,14 @@ def view(address: str, look: Figures) -> RenderableType:
     lines = Table.grid(padding=(0, 2))
     for name, text in (
         ("requests", f"{_n(look.running)} running, {_n(look.waiting)} waiting{_for(look.waiting_for)}"),
-        ("ends", f"{_n(look.requests_per_s, 2)} /s well, {_n(look.aborts_per_s, 2)} /s not"),
+        ("ended", f"{_n(look.requests_per_s, 2)} /s well, {_n(look.aborts_per_s, 2)} /s cut or failed"),
         ("tokens", f"{_n(look.output_tokens_per_s, 1)} /s out, {_n(look.input_tokens_per_s, 1)} /s in"),
         ("first token", f"p50 {_ms(look.ttft_p50_s)}, p99 {_ms(look.ttft_p99_s)}; queue p99 {_ms(look.queue_p99_s)}"),
         ("next tokens", f"p50 {_ms(look.itl_p50_s)}, p99 {_ms(look.itl_p99_s)}"),
         ("blocks", f"{_n(look.blocks_used)} of {_n(look.blocks)} used; prefix cache {_n(look.hit_percent, 1)} % hits"),
         ("steps", f"{_n(look.steps_per_s, 1)} /s of {_n(look.tokens_per_step, 1)} tokens"),
         ("since start", f"{_n(look.preemptions)} preemptions, {_n(look.recomputed_tokens)} tokens recomputed, "),
-        ("", f"{_n(look.worker_epochs)} sessions of workers"),
+        ("", f"worker sessions: {_n(look.worker_epochs)}"),
     ):
         lines.add_row(Text(name, style="dim"), Text(text.rstrip(", ")))
     processes = Table("process", box=None, header_style="dim")
