@@ -222,9 +222,12 @@ class Supervisor:
             process.kill()
 
     async def _end_children(self, watches: dict[str, "asyncio.Task[None]"]) -> None:
-        # Frontends drain their streams, for which they need the others: these are told when all frontends have ended.
+        # Frontends drain their streams, for which they need the others: these are told when all frontends have ended. The
+        # scheduler is the last, since what it says when it leaves may be lost with the connection, which its peers regret.
         frontends = [spec.name for spec in self._specs if spec.role == FRONTEND]
-        for names in (frontends, [name for name in watches if name not in frontends]):
+        schedulers = [spec.name for spec in self._specs if spec.role == SCHEDULER]
+        others = [name for name in watches if name not in (*frontends, *schedulers)]
+        for names in (frontends, others, schedulers):
             if not names:
                 continue
             for name in names:

@@ -127,14 +127,13 @@ async def test_the_delay_doubles_up_to_its_bound(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-async def test_a_signal_ends_the_frontend_before_the_others(log: Path, number: signal.Signals) -> None:
-    """The frontend's streams need scheduler and worker until they have drained."""
+async def test_a_signal_ends_the_frontend_first_and_the_scheduler_last(log: Path, number: signal.Signals) -> None:
+    """The frontend's streams need scheduler and worker until they have drained; the worker says Goodbye to the scheduler."""
     service = supervise(log, {"scheduler": ["wait"], "worker": ["wait"], FRONTEND: ["wait"]})
     code, _ = await asyncio.gather(service.run(), signal_when_up(log, 3, number))
     assert code == 0
     ends = [line for line in lines(log) if line.endswith("stops")]
-    assert ends[0] == "frontend stops"
-    assert sorted(ends[1:]) == ["scheduler stops", "worker stops"]
+    assert ends == ["frontend stops", "worker stops", "scheduler stops"]
     assert service.pids == {}
 
 

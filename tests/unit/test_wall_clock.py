@@ -15,6 +15,7 @@ READERS = {
     "cli/bench_report.py": "date of a benchmark",
     "cli/bench_serve.py": "date of a benchmark",
     "cli/status.py": "headline of a watched status",
+    "cli/top.py": "headline of each look",
 }
 
 WALL = {
