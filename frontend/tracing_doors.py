@@ -1,20 +1,18 @@
 """Where calls come in and their spans begin: before the services of gRPC, and around the routes of HTTP."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 from starlette.types import Scope
 
+from octavo.frontend.call_ends import Work, our_method, surrounded, with_end
 from octavo.frontend.rpc import Context
 from octavo.frontend.tracing import CallTrace, CallTracer
 
 UNTRACED_ROUTES = frozenset({"/health", "/ready", "/metrics"})
 """Asked every few seconds by machines; the health and the reflection of gRPC are left out likewise."""
 
-_OURS = "octavo.v1."
-_CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 _SERVER_FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 """Statuses that OpenTelemetry counts as errors of a server."""
 
@@ -36,42 +34,25 @@ class GrpcTracer(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     ) -> Any:
         """Return the method's handler; if the call's trace is wanted, one that tells of it."""
         handler = await continuation(handler_call_details)
-        method = handler_call_details.method.removeprefix("/")
-        if handler is None or not method.startswith(_OURS):
+        method = our_method(handler_call_details)
+        if handler is None or method is None:
             return handler
         method = method[:200]
         attributes = {"rpc.system.name": "grpc", "rpc.method": method}
         trace = self._tracer.begin(method, attributes, handler_call_details.invocation_metadata)
-        if trace is None:
-            return handler
-        for kind in ("unary_unary", "unary_stream", "stream_stream"):
-            if (work := getattr(handler, kind)) is not None:
-                make = getattr(grpc, f"{kind}_rpc_method_handler")
-                return make(_traced(work, trace), handler.request_deserializer, handler.response_serializer)
-        return handler
+        return handler if trace is None else surrounded(handler, lambda work: _traced(work, trace))
 
 
-def _traced(work: Callable[[Any, Context], Awaitable[Any]], trace: CallTrace) -> Any:
-    async def traced(request: Any, context: Context) -> Any:
-        code = "UNKNOWN"
-        try:
-            with trace.running():
-                answer = await work(request, context)
-            code = "OK"
-            return answer
-        except asyncio.CancelledError:
-            left = context.time_remaining()
-            code = "DEADLINE_EXCEEDED" if left is not None and left <= 0 else "CANCELLED"
-            raise
-        except grpc.aio.AbortError:
-            told = context.code()
-            code = told.name if isinstance(told, grpc.StatusCode) else _CODES.get(told, code)
-            raise
-        finally:
-            attributes = {"rpc.response.status_code": code} | ({} if code == "OK" else {"error.type": code})
-            trace.end(attributes, failed=code in _SERVER_FAULTS)
+def _traced(work: Work, trace: CallTrace) -> Work:
+    async def running(request: Any, context: Context) -> Any:
+        with trace.running():
+            return await work(request, context)
 
-    return traced
+    def ended(code: str) -> None:
+        attributes = {"rpc.response.status_code": code} | ({} if code == "OK" else {"error.type": code})
+        trace.end(attributes, failed=code in _SERVER_FAULTS)
+
+    return with_end(running, ended)
 
 
 def begin_http(tracer: CallTracer, scope: Scope, route: str) -> CallTrace | None:
