@@ -1,14 +1,21 @@
 """Fixtures that several kinds of tests share."""
 
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import octavo.worker  # noqa: F401 - first of all: it sets how the threads of torch wait
 from octavo.cli.model_store import DEMO, fetch
 from tests.support import interpreter, service
 
 interpreter.use_where_there_is_no_gpu()
+
+# The same examples in every run, so that a change is judged by what it changes; `explore` draws new ones each time.
+settings.register_profile("steady", derandomize=True)
+settings.register_profile("explore", print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 LONGEST = ("tests/models/test_gpu_runner.py", "tests/kernels/test_gpu_attention.py", "tests/unit/test_cli_bench.py")
 """Files that several processes of tests should begin with, so that none of them is still at one when the rest is done."""

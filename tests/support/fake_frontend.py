@@ -58,7 +58,8 @@ def make_submit(
     beams: BeamParams | None = None,
 ) -> SubmitRequest:
     """Return a request as a frontend would send it."""
-    stops = pack_ints(stop_ids)
+    distinct = sorted(set(stop_ids))
+    stops = pack_ints(distinct)
     return SubmitRequest(
         handle=handle,
         prompt_ids=pack_ints(prompt),
@@ -68,7 +69,7 @@ def make_submit(
             seed=seed,
             min_tokens=min_tokens,
             stop_token_ids=stops if beams is None else b"",
-            logprobs=logprobs if beams is None else num_candidates(beams, len(stop_ids)),
+            logprobs=logprobs if beams is None else num_candidates(beams, len(distinct)),
             prompt_logprobs=prompt_logprobs,
         ),
         stop_token_ids=stops,
