@@ -1,0 +1,1 @@
+"""Quantised checkpoints: what config.json says of them, and how each format's tensors become canonical weights."""
