@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from benchmarks._cuda import require_cuda
 from benchmarks._record import record
-from octavo.kernels.gpu.activation import silu_and_mul
+from octavo.kernels.gpu.activation import act_and_mul
 from octavo.kernels.gpu.copy import copy_blocks
 from octavo.kernels.gpu.inputs import prepare_inputs
 from octavo.kernels.gpu.norm import rms_norm
@@ -100,8 +100,8 @@ def gates() -> Iterator[Line]:
     for tokens in TOKENS:
         num_bytes = 3 * tokens * INTERMEDIATE * 2
         sets = [random(tokens, 2 * INTERMEDIATE) for _ in range(rotations(num_bytes))]
-        us = median_us([partial(silu_and_mul, x) for x in sets])
-        yield line("silu_and_mul", f"T{tokens} I{INTERMEDIATE}", us, num_bytes)
+        us = median_us([partial(act_and_mul, x) for x in sets])
+        yield line("act_and_mul", f"T{tokens} I{INTERMEDIATE}", us, num_bytes)
 
 
 def rotary_calls(tokens: int, heads: int, normed: bool, cache: torch.dtype) -> list[Callable[[], object]]:
@@ -202,7 +202,7 @@ class Decoder:
 
 
 def gated_in_two(x: Tensor, weight: Tensor) -> Tensor:
-    return silu_and_mul(functional.linear(x, weight))
+    return act_and_mul(functional.linear(x, weight))
 
 
 def whole_models() -> Iterator[Line]:
@@ -216,7 +216,7 @@ def whole_models() -> Iterator[Line]:
             theirs = median_us([partial(decoder.linears, functional.linear, xs)])
             more = {"model": model, "cublas_us": round(theirs, 2)}
             yield line("all linears", f"M{tokens}", ours, decoder.num_bytes, **more)
-            ours = median_us([partial(decoder.dense, product.linear, product.linear_silu_and_mul, x)])
+            ours = median_us([partial(decoder.dense, product.linear, product.linear_act_and_mul, x)])
             theirs = median_us([partial(decoder.dense, functional.linear, gated_in_two, x)])
             more = {"model": model, "cublas_us": round(theirs, 2)}
             yield line("linears, norms, gates", f"M{tokens}", ours, decoder.num_bytes, **more)

@@ -40,8 +40,8 @@ def best(run: Callable[[], object]) -> float:
 def linear_times(ops: Ops, dtype: torch.dtype) -> None:
     shapes = [((HEADS + 2 * KV_HEADS) * HEAD_SIZE, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN)]
     shapes.append((HIDDEN, INTERMEDIATE))
-    layers = [[ops.prepare_weight(torch.randn(shape).to(dtype)) for shape in shapes] for _ in range(LAYERS)]
-    head = ops.prepare_weight(torch.randn(VOCABULARY, HIDDEN).to(dtype))
+    layers = [[ops.prepare_weight(torch.randn(shape), dtype) for shape in shapes] for _ in range(LAYERS)]
+    head = ops.prepare_weight(torch.randn(VOCABULARY, HIDDEN), dtype)
     for rows in ROWS:
         inputs = [torch.randn(rows, shape[1]).to(dtype) for shape in shapes]
         hidden = torch.randn(rows, HIDDEN).to(dtype)
@@ -103,7 +103,7 @@ def small_times(ops: Ops) -> None:
                 ops.rms_norm(x, weight, 1e-5, x)
                 ops.rotary_and_write_kv(qkv[0], qkv[1], qkv[2], positions, cos_sin, caches[0], caches[1], positions)
                 ops.rms_norm(x, weight, 1e-5, x)
-                ops.silu_and_mul(gate_up)
+                ops.act_and_mul(gate_up)
 
         report(f"norm_rotary_gate_30_layers_T{rows}", best(all_layers))
 

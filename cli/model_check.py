@@ -8,7 +8,8 @@ from octavo.cli.errors import CommandError, ConfigurationError
 from octavo.frontend.model import ModelFiles, load_model_files
 from octavo.frontend.tokenizer import ModelFilesError
 from octavo.worker.errors import ModelConfigError
-from octavo.worker.models.config import ModelConfig, load_model_config
+from octavo.worker.models.config import load_model_config
+from octavo.worker.models.description import ModelConfig
 
 
 @dataclass

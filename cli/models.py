@@ -14,7 +14,7 @@ from octavo.cli.model_check import examine
 from octavo.cli.model_store import is_complete, locate, resolve
 from octavo.cli.places import models_folder
 from octavo.frontend.model import ModelFiles
-from octavo.worker.models.config import ModelConfig
+from octavo.worker.models.description import ModelConfig
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -74,19 +74,23 @@ def inspect(
 
 def _describe(table: Table, config: ModelConfig) -> None:
     table.add_row("architecture", config.architecture)
-    table.add_row("layers", f"{config.num_layers}, hidden size {config.hidden_size}, MLP {config.intermediate_size}")
+    table.add_row("layers", f"{config.num_layers}, hidden size {config.hidden_size}, MLP {config.layers[0].mlp.size}")
     table.add_row(
         "attention",
         f"{config.num_heads} heads of {config.head_size}, {config.num_kv_heads} for keys and values"
         f"{', norm of queries and keys' if config.qk_norm else ''}",
     )
-    table.add_row("context", f"{config.max_positions} tokens (rotary embedding: {config.rope.kind})")
+    table.add_row("context", f"{config.max_positions} tokens (rotary embedding: {_rotary(config)})")
     table.add_row("vocabulary", f"{config.vocab_size}, {'tied' if config.tied_embeddings else 'untied'} embeddings")
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_size
     table.add_row("KV cache", ", ".join(f"{per_token * size} bytes a token in {name}" for name, size in _CACHE_DTYPES))
 
 
 _CACHE_DTYPES = (("float32", 4), ("16 bits", 2), ("fp8", 1))
+
+
+def _rotary(config: ModelConfig) -> str:
+    return ", ".join(dict.fromkeys(rope.kind for rope in config.ropes)) or "none"
 
 
 def _describe_files(table: Table, files: list[CheckpointFile], config: ModelConfig | None) -> None:

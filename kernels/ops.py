@@ -1,11 +1,17 @@
 """The operations a backend offers, and the choice of one by name."""
 
 import importlib
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from octavo.kernels import cpu, reference
+from octavo.kernels.activations import Activation
+from octavo.kernels.weights import Weight
+
+Prepared = Any
+"""A weight matrix in a backend's own form, from its `prepare_weight`: opaque to everybody else."""
 
 
 class Ops(Protocol):
@@ -16,23 +22,37 @@ class Ops(Protocol):
     vocabulary size.
     """
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, unit_offset: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """[T, H], [H] -> normalised [T, H] and the new residual [T, H]."""
         ...
 
-    def prepare_weight(self, weight: Tensor) -> Tensor:
-        """[N, K] -> what this backend's ``linear`` takes; called once, after loading."""
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[T, H], [H], [H] -> normalised [T, H] and the new residual [T, H]."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def prepare_weight(self, weight: Weight, dtype: torch.dtype) -> Prepared:
+        """[N, K] -> what this backend's ``linear`` takes for x of that dtype; called once, after loading."""
+        ...
+
+    def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
         """[T, K], prepared [N, K], [N] -> [T, N]."""
         ...
 
-    def linear_silu_and_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear_act_and_mul(
+        self, x: Tensor, weight: Prepared, bias: Tensor | None = None, activation: Activation = "silu"
+    ) -> Tensor:
         """[T, K], prepared [2I, K], gate first, [2I] -> [T, I]."""
         ...
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
+    def act(self, x: Tensor, activation: Activation) -> Tensor:
+        """[T, I] -> [T, I]."""
+        ...
+
+    def act_and_mul(self, x: Tensor, activation: Activation = "silu") -> Tensor:
         """[T, 2I], gate first -> [T, I]."""
         ...
 
@@ -53,6 +73,8 @@ class Ops(Protocol):
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         eps: float = 0.0,
+        *,
+        unit_offset: bool = False,
     ) -> Tensor:
         """Norm (where weights [d] are given) and rotate q and k, write k and v into the caches [num_blocks, B, nkv, d].
 

@@ -9,10 +9,13 @@ contiguous values. Elementwise functions are those whose vector code and scalar 
 Sampling operations are the same for every backend: ``octavo.kernels.sampling``.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from octavo.kernels.activations import Activation
 from octavo.kernels.sampling import (
     apply_allowed,
     apply_logit_bias,
@@ -23,8 +26,11 @@ from octavo.kernels.sampling import (
     logprobs,
     sample,
 )
+from octavo.kernels.weights import Weight, dequantized
 
 __all__ = [
+    "act",
+    "act_and_mul",
     "apply_allowed",
     "apply_logit_bias",
     "apply_penalties",
@@ -32,8 +38,9 @@ __all__ = [
     "copy_blocks",
     "filter_logits",
     "first_nonfinite",
+    "layer_norm",
     "linear",
-    "linear_silu_and_mul",
+    "linear_act_and_mul",
     "logprobs",
     "paged_attention",
     "prepare_weight",
@@ -41,31 +48,52 @@ __all__ = [
     "rotary_and_write_kv",
     "rotary_cos_sin",
     "sample",
-    "silu_and_mul",
 ]
 
 LINEAR_TILE_ROWS = 16
 QUERY_TILE = 8
 KEY_TILE = 64
 FLOAT8_MAX = 448.0
+_SQRT_HALF = math.sqrt(0.5)
+_SQRT_2_PI = math.sqrt(2 / math.pi)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, unit_offset: bool = False
+) -> tuple[Tensor, Tensor]:
     """Root-mean-square normalisation, after the residual is added.
 
     ``x`` and ``residual`` are [T, H], ``weight`` is [H]. Returns ``(out, residual)``, both [T, H] in ``x``'s dtype: the
     returned residual is ``x + residual``, or ``x`` itself where none came in. Arithmetic is fp32; the normalised value
-    is rounded to ``x``'s dtype before it meets the weight, as Llama does. Source: Zhang and Sennrich 2019.
+    is rounded to ``x``'s dtype before it meets the weight, as Llama does. With ``unit_offset`` it is multiplied by 1 + weight
+    instead, and rounded after that, as Gemma does. Source: Zhang and Sennrich 2019.
     """
     total = x if residual is None else x + residual
     wide = total.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(total.dtype), total
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if unit_offset:
+        return (normed * (1.0 + weight.float())).to(total.dtype), total
+    return weight * normed.to(total.dtype), total
 
 
-def prepare_weight(weight: Tensor) -> Tensor:
-    """Return the [N, K] weight in the form in which ``linear`` of this backend wants it: here, itself."""
-    return weight
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Normalise by mean and variance, after the residual is added.
+
+    ``x`` and ``residual`` are [T, H], ``weight`` and ``bias`` [H]. Returns ``(out, residual)``, both [T, H] in ``x``'s
+    dtype, as ``rms_norm`` does. Arithmetic is fp32, rounded once. Source: Ba, Kiros and Hinton 2016, arXiv 1607.06450.
+    """
+    total = x if residual is None else x + residual
+    wide = total.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * weight.float() + bias.float()).to(total.dtype), total
+
+
+def prepare_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """Return the [N, K] weight in the form in which ``linear`` of this backend wants it: here, as plain numbers."""
+    return dequantized(weight, dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -79,18 +107,38 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out[:num_tokens]
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """Gated activation: x [T, 2I], gate in the first half -> ``silu(gate) * up`` [T, I], arithmetic in fp32."""
+def act(x: Tensor, activation: Activation) -> Tensor:
+    """Activation of x [T, I], arithmetic in fp32, rounded once.
+
+    silu: ``x / (1 + exp(-x))``; gelu: ``x * (1 + erf(x / sqrt(2))) / 2``; gelu_tanh: ``x / (1 + exp(-2 u))`` with
+    ``u = sqrt(2 / pi) * (x + 0.044715 * x ** 3)``, which is ``x * (1 + tanh(u)) / 2``; relu: ``max(x, 0)``.
+    """
+    wide = x.float()
+    # Exponentials and divisions: torch's own silu and tanh round their vector remainders differently.
+    if activation == "silu":
+        activated = wide / (1.0 + torch.exp(-wide))
+    elif activation == "gelu_tanh":
+        activated = wide / (1.0 + torch.exp(-2.0 * _SQRT_2_PI * (wide + 0.044715 * wide * wide * wide)))
+    elif activation == "gelu":
+        activated = 0.5 * wide * (1.0 + torch.erf(wide * _SQRT_HALF))
+    elif activation == "relu":
+        activated = wide.clamp_min(0.0)
+    else:
+        raise ValueError(f"activation {activation!r} is unknown")
+    return activated.to(x.dtype)
+
+
+def act_and_mul(x: Tensor, activation: Activation = "silu") -> Tensor:
+    """Gated activation: x [T, 2I], gate in the first half -> ``act(gate) * up`` [T, I]."""
     gate, up = x.chunk(2, dim=-1)
-    wide = gate.float()
-    # The exponential and a division: torch's own silu rounds its vector remainder differently.
-    activated = wide / (1.0 + torch.exp(-wide))
-    return activated.to(x.dtype) * up
+    return act(gate, activation) * up
 
 
-def linear_silu_and_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``silu_and_mul(linear(x, weight, bias))``: x [T, K], weight [2I, K], gate first, bias [2I] -> [T, I]."""
-    return silu_and_mul(linear(x, weight, bias))
+def linear_act_and_mul(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu"
+) -> Tensor:
+    """``act_and_mul(linear(x, weight, bias))``: x [T, K], weight [2I, K], gate first, bias [2I] -> [T, I]."""
+    return act_and_mul(linear(x, weight, bias), activation)
 
 
 def rotary_cos_sin(inv_freq: Tensor, max_positions: int, scaling: float = 1.0) -> Tensor:
@@ -123,19 +171,22 @@ def rotary_and_write_kv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    *,
+    unit_offset: bool = False,
 ) -> Tensor:
     """Normalise and rotate queries and keys, then write keys and values to the cache in place.
 
     q [T, nq, d], k and v [T, nkv, d], positions [T] int64 or int32, cos_sin [max_positions, r] fp32 with r <= d (see
     ``rotary_cos_sin``), caches [num_blocks, B, nkv, d], slot_mapping [T] int64: block * B + offset, or -1 for a token
     that writes nothing. Slots of one step are distinct. Where q_norm or k_norm [d] is given, each head is first put
-    through ``rms_norm`` with it and eps (Qwen3). Halves are rotated against each other (NeoX style), in q's dtype.
+    through ``rms_norm`` with it, eps and unit_offset (Qwen3, Gemma 3). Halves are rotated against each other (NeoX
+    style), in q's dtype.
     Values of a float8_e4m3fn cache are limited to its largest finite ones first. Returns the rotated queries [T, nq, d].
     """
     if q_norm is not None:
-        q = rms_norm(q, q_norm, eps)[0]
+        q = rms_norm(q, q_norm, eps, unit_offset=unit_offset)[0]
     if k_norm is not None:
-        k = rms_norm(k, k_norm, eps)[0]
+        k = rms_norm(k, k_norm, eps, unit_offset=unit_offset)[0]
     half = cos_sin.shape[-1] // 2
     rows = cos_sin[positions].to(q.dtype).unsqueeze(1)  # [T, 1, r]
     cos, sin = rows[..., :half], rows[..., half:]

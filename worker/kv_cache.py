@@ -10,9 +10,9 @@ from torch import Tensor
 from octavo.worker.config import WorkerConfig
 from octavo.worker.errors import MemoryShortage
 from octavo.worker.memory import DeviceMemory, free_and_total, in_words
-from octavo.worker.models.config import ModelConfig
-from octavo.worker.models.decoder import KVCache
-from octavo.worker.models.layers import ShardSpec
+from octavo.worker.models.description import ModelConfig
+from octavo.worker.models.interface import KVCache
+from octavo.worker.models.targets import ShardSpec
 
 MIN_BLOCKS = 2
 """Of a cache: the null block, and one to write to."""

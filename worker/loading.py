@@ -18,9 +18,13 @@ from octavo.worker.interface import Runner
 from octavo.worker.memory import in_words
 from octavo.worker.metrics import Held, Sizes
 from octavo.worker.mirror import RowLimits
-from octavo.worker.models.config import ModelConfig, load_model_config
+from octavo.worker.models.config import load_model_config
 from octavo.worker.models.decoder import Decoder
-from octavo.worker.models.layers import Placement, ShardSpec
+from octavo.worker.models.description import ModelConfig
+from octavo.worker.models.interface import Model
+from octavo.worker.models.sizes import weight_bytes
+from octavo.worker.models.targets import Placement, ShardSpec
+from octavo.worker.quantization.config import read_quantization
 from octavo.worker.rehearsal import meanwhile, sampling_rehearsed
 from octavo.worker.runner import EagerRunner
 from octavo.worker.warmup import warm_up
@@ -170,17 +174,18 @@ def _load_model(chosen: _Choices, ops: Ops, between_tensors: Callable[[], None])
     config = chosen.config
     progress = _Progress(between_tensors)
     with memory.named_shortage(chosen.placement.device, "loading the weights", "choose a smaller model"):
-        model = Decoder(chosen.model, ops, chosen.placement, chosen.shard, chosen.max_model_len)
+        quantization = read_quantization(chosen.model.quantization)
+        model = Decoder(chosen.model, ops, chosen.placement, chosen.shard, chosen.max_model_len, quantization)
         num_bytes = sum(target.view.nbytes for target in model.targets().values())
         if config.load_format == "dummy":
             fill_dummy(model.targets(), config.seed, progress)
         else:
-            load_weights(config.model_path, model.targets(), model.is_ignored, progress)
+            load_weights(config.model_path, model.targets(), model.is_ignored, progress, model.name_of)
         model.finish_loading()
     return model, num_bytes
 
 
-def _make_runner(chosen: _Choices, model: Decoder, ops: Ops, num_blocks: int, grammars: Grammars) -> Runner:
+def _make_runner(chosen: _Choices, model: Model, ops: Ops, num_blocks: int, grammars: Grammars) -> Runner:
     caches = kv_cache.allocate(chosen.cache, num_blocks)
     limits, device = chosen.limits(num_blocks), chosen.placement.device
     if chosen.backend == "triton":
@@ -288,7 +293,7 @@ def _check_settings(config: WorkerConfig) -> None:
 def _check_memory(chosen: _Choices) -> None:
     """Refuse weights that cannot fit before any of them is allocated."""
     config, device = chosen.config, chosen.placement.device
-    needed = chosen.model.num_parameters * chosen.placement.dtype.itemsize
+    needed = weight_bytes(chosen.model, chosen.placement.dtype, chosen.shard)
     needed += chosen.max_model_len * chosen.model.head_size * torch.float32.itemsize  # the rotary table
     free, total = memory.free_and_total(device)
     if needed > free:

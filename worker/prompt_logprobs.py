@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.kernels.ops import Ops
 from octavo.wire.prompt_logprobs import PromptLogprobs
 from octavo.worker.mirror import PromptPart
-from octavo.worker.models.decoder import Decoder, Hidden
+from octavo.worker.models.interface import Hidden, Model
 from octavo.worker.rehearsal import MANY_LOGPROBS
 from octavo.worker.transfer import to_device, to_host
 
@@ -62,7 +62,7 @@ class Told:
 
 
 def tell(
-    model: Decoder, ops: Ops, hidden: Hidden, ids: Tensor, parts: list[PromptPart], first_tokens: list[int], valid: int
+    model: Model, ops: Ops, hidden: Hidden, ids: Tensor, parts: list[PromptPart], first_tokens: list[int], valid: int
 ) -> Told:
     """Enqueue the log-probabilities of parts of prompts.
 
@@ -90,7 +90,7 @@ def tell(
     return Told(parts, nonfinite, columns)
 
 
-def try_telling(model: Decoder, ops: Ops, hidden: Hidden, ids: Tensor, valid: int) -> None:
+def try_telling(model: Model, ops: Ops, hidden: Hidden, ids: Tensor, valid: int) -> None:
     """Enqueue the largest slice with as much as anybody may ask for: what it takes beside hidden states is then known."""
     count = min(SLICE_TOKENS, hidden.x.shape[0], ids.shape[1])
     ids[0, :count] = 0
@@ -98,7 +98,7 @@ def try_telling(model: Decoder, ops: Ops, hidden: Hidden, ids: Tensor, valid: in
 
 
 def _tell_slice(
-    model: Decoder, ops: Ops, hidden: Hidden, wanted: Tensor, chosen: Tensor, top: int, valid: int
+    model: Model, ops: Ops, hidden: Hidden, wanted: Tensor, chosen: Tensor, top: int, valid: int
 ) -> tuple[Tensor, ...]:
     logits = model.logits(hidden, wanted).float()
     nonfinite = ops.first_nonfinite(logits[:, :valid])

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.wire.held_rows import HeldRow
 from octavo.wire.plan import StepPlan
 from octavo.worker.mirror import Mirror, PromptPart, RowLimits, RowState, Step
-from octavo.worker.models.decoder import Batch
+from octavo.worker.models.interface import Batch
 from octavo.worker.sampler import RowSampler, SamplingRow
 
 

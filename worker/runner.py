@@ -11,7 +11,7 @@ from octavo.wire.held_rows import HeldRow
 from octavo.wire.plan import StepPlan, StepResult
 from octavo.worker.grammar import Grammars, settle
 from octavo.worker.mirror import RowLimits
-from octavo.worker.models.decoder import Batch, Decoder, KVCache
+from octavo.worker.models.interface import Batch, KVCache, Model
 from octavo.worker.prompt_logprobs import Told, tell, try_telling
 from octavo.worker.rehearsal import MANY_LOGPROBS, draw_everything
 from octavo.worker.results import step_result
@@ -49,7 +49,7 @@ class EagerRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         ops: Ops,
         caches: list[KVCache],
         limits: RowLimits,

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from octavo.worker.errors import WeightsError
-from octavo.worker.models.layers import Target
+from octavo.worker.models.targets import Target
 from octavo.worker.staging import Staging
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,20 @@ Progress = Callable[[int, int], None]
 
 
 def load_weights(
-    folder: Path, targets: dict[str, Target], is_ignored: Callable[[str], bool], progress: Progress
+    folder: Path,
+    targets: dict[str, Target],
+    is_ignored: Callable[[str], bool],
+    progress: Progress,
+    name_of: Callable[[str], str] = str,
 ) -> None:
     """Fill every target from the folder's safetensors.
+
+    Args:
+        folder: the model.
+        targets: by name.
+        is_ignored: whether a tensor without a target may be there.
+        progress: told now and then.
+        name_of: what `targets` calls a tensor of the checkpoint.
 
     Raises:
         WeightsError: a file is missing or damaged, or a tensor is missing, unexpected, or of another shape or dtype.
@@ -47,7 +58,8 @@ def load_weights(
     unexpected: list[str] = []
     for path, expected_names in files.items():
         end = done + path.stat().st_size
-        for name, tensor_slice in _tensors(path, expected_names):
+        for stored_name, tensor_slice in _tensors(path, expected_names):
+            name = name_of(stored_name)
             if name in filled:
                 raise WeightsError(f"tensor {name} comes twice; the second time in {path}")
             if name in targets:
@@ -145,7 +157,7 @@ def _fill(name: str, path: Path, target: Target, tensor_slice: Any, staging: Sta
         raise WeightsError(f"tensor {name} in {path} has shape {list(shape)}, expected {list(target.full_shape)}")
     if dtype not in _ITEM_BYTES:
         raise WeightsError(f"tensor {name} in {path} has dtype {dtype}, expected {', '.join(_ITEM_BYTES)}")
-    staging.copy(target.view, tensor_slice[target.part])
+    staging.copy(target.view, target.take(tensor_slice))
 
 
 def _some(names: list[str]) -> str:

@@ -1,7 +1,7 @@
 """The fast CPU backend: the operations of ``octavo.kernels.reference``, without its promise about bits."""
 
 from octavo.kernels.cpu.attention import paged_attention
-from octavo.kernels.cpu.dense import linear, linear_silu_and_mul, prepare_weight, rms_norm, silu_and_mul
+from octavo.kernels.cpu.dense import act, act_and_mul, layer_norm, linear, linear_act_and_mul, prepare_weight, rms_norm
 from octavo.kernels.reference import copy_blocks, rotary_and_write_kv, rotary_cos_sin
 from octavo.kernels.sampling import (
     apply_allowed,
@@ -15,6 +15,8 @@ from octavo.kernels.sampling import (
 )
 
 __all__ = [
+    "act",
+    "act_and_mul",
     "apply_allowed",
     "apply_logit_bias",
     "apply_penalties",
@@ -22,8 +24,9 @@ __all__ = [
     "copy_blocks",
     "filter_logits",
     "first_nonfinite",
+    "layer_norm",
     "linear",
-    "linear_silu_and_mul",
+    "linear_act_and_mul",
     "logprobs",
     "paged_attention",
     "prepare_weight",
@@ -31,5 +34,4 @@ __all__ = [
     "rotary_and_write_kv",
     "rotary_cos_sin",
     "sample",
-    "silu_and_mul",
 ]

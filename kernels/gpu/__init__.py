@@ -1,12 +1,12 @@
 """The GPU backend: Triton kernels for the operations of ``octavo.kernels.reference``, one file an operation."""
 
-from octavo.kernels.gpu.activation import silu_and_mul
+from octavo.kernels.gpu.activation import act, act_and_mul
 from octavo.kernels.gpu.attention import paged_attention
 from octavo.kernels.gpu.copy import copy_blocks
 from octavo.kernels.gpu.filters import filter_logits
-from octavo.kernels.gpu.linear import linear, linear_silu_and_mul, prepare_weight
+from octavo.kernels.gpu.linear import linear, linear_act_and_mul, prepare_weight
 from octavo.kernels.gpu.logprobs import logprobs
-from octavo.kernels.gpu.norm import rms_norm
+from octavo.kernels.gpu.norm import layer_norm, rms_norm
 from octavo.kernels.gpu.penalties import apply_penalties
 from octavo.kernels.gpu.rotary import rotary_and_write_kv
 from octavo.kernels.gpu.sampling import first_nonfinite, sample
@@ -14,6 +14,8 @@ from octavo.kernels.gpu.sampling_masks import apply_allowed, apply_logit_bias, a
 from octavo.kernels.reference import rotary_cos_sin
 
 __all__ = [
+    "act",
+    "act_and_mul",
     "apply_allowed",
     "apply_logit_bias",
     "apply_penalties",
@@ -21,8 +23,9 @@ __all__ = [
     "copy_blocks",
     "filter_logits",
     "first_nonfinite",
+    "layer_norm",
     "linear",
-    "linear_silu_and_mul",
+    "linear_act_and_mul",
     "logprobs",
     "paged_attention",
     "prepare_weight",
@@ -30,5 +33,4 @@ __all__ = [
     "rotary_and_write_kv",
     "rotary_cos_sin",
     "sample",
-    "silu_and_mul",
 ]

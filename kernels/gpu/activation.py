@@ -1,13 +1,18 @@
-"""Gated activations."""
+"""Activations, gated and not."""
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.activations import Activation
 from octavo.kernels.gpu.launch import overlaps, wait_for_inputs
 
 _BLOCK = 1024
+_SQRT_HALF = tl.constexpr(math.sqrt(0.5))
+_SQRT_2_PI = tl.constexpr(math.sqrt(2 / math.pi))
 
 
 @triton.jit
@@ -17,7 +22,23 @@ def silu(x):
 
 
 @triton.jit
-def _silu_and_mul_kernel(x, out, x_stride, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _activated(x, ACTIVATION: tl.constexpr):
+    """Activate fp32 values."""
+    if ACTIVATION == "silu":
+        return silu(x)
+    elif ACTIVATION == "gelu_tanh":
+        return x / (1.0 + tl.exp(-2.0 * _SQRT_2_PI * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
+    else:
+        # A NaN stays one: comparing with it is false.
+        return tl.where(x < 0.0, 0.0, x)
+
+
+@triton.jit
+def _act_and_mul_kernel(
+    x, out, x_stride, size, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     """Programs run over the chunks of a line, then over the lines."""
     chunks = tl.cdiv(size, BLOCK)
     program = tl.program_id(0)
@@ -26,17 +47,29 @@ def _silu_and_mul_kernel(x, out, x_stride, size, BLOCK: tl.constexpr, OVERLAP: t
     inside = place < size
     wait_for_inputs(OVERLAP)
     gate = tl.load(x + line * x_stride + place, inside, other=0.0).to(tl.float32)
-    up = tl.load(x + line * x_stride + size + place, inside, other=0.0).to(tl.float32)
-    activated = silu(gate).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + line * size + place, (activated * up).to(out.dtype.element_ty), inside)
+    result = _activated(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
+    if GATED:
+        result *= tl.load(x + line * x_stride + size + place, inside, other=0.0).to(tl.float32)
+    tl.store(out + line * size + place, result.to(out.dtype.element_ty), inside)
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """Gate: x [T, 2I] -> ``round(silu(x[:, :I])) * x[:, I:]`` [T, I], with ``silu(g) = g / (1 + exp(-g))`` in fp32.
+def act(x: Tensor, activation: Activation) -> Tensor:
+    """Activate: x [T, I] -> [T, I], in fp32, rounded once.
 
-    Lines are contiguous, any distance apart. The reference is ``octavo.kernels.reference.silu_and_mul``.
+    Lines are contiguous, any distance apart. The reference is ``octavo.kernels.reference.act``.
     """
-    size = x.shape[-1] // 2
+    return _launch(x, activation, x.shape[-1], is_gated=False)
+
+
+def act_and_mul(x: Tensor, activation: Activation = "silu") -> Tensor:
+    """Gate: x [T, 2I] -> ``round(act(x[:, :I])) * x[:, I:]`` [T, I], with the activation in fp32.
+
+    Lines are contiguous, any distance apart. The reference is ``octavo.kernels.reference.act_and_mul``.
+    """
+    return _launch(x, activation, x.shape[-1] // 2, is_gated=True)
+
+
+def _launch(x: Tensor, activation: Activation, size: int, *, is_gated: bool) -> Tensor:
     lines = x.reshape(-1, x.shape[-1])
     if lines.stride(-1) != 1:
         lines = lines.contiguous()
@@ -44,7 +77,16 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if out.numel():
         overlap = overlaps(x)
         grid = (lines.shape[0] * triton.cdiv(size, _BLOCK),)
-        _silu_and_mul_kernel[grid](
-            lines, out, lines.stride(0), size, BLOCK=_BLOCK, OVERLAP=overlap, num_warps=4, launch_pdl=overlap
+        _act_and_mul_kernel[grid](
+            lines,
+            out,
+            lines.stride(0),
+            size,
+            ACTIVATION=activation,
+            GATED=is_gated,
+            BLOCK=_BLOCK,
+            OVERLAP=overlap,
+            num_warps=4,
+            launch_pdl=overlap,
         )
     return out

@@ -14,12 +14,12 @@ What that takes:
 from torch import Tensor
 
 from octavo.kernels.gpu import attention
-from octavo.kernels.gpu.activation import silu_and_mul
+from octavo.kernels.gpu.activation import act, act_and_mul
 from octavo.kernels.gpu.copy import copy_blocks
 from octavo.kernels.gpu.filters import filter_logits
 from octavo.kernels.gpu.logprobs import logprobs
-from octavo.kernels.gpu.matmul import linear, linear_silu_and_mul
-from octavo.kernels.gpu.norm import rms_norm
+from octavo.kernels.gpu.matmul import linear, linear_act_and_mul
+from octavo.kernels.gpu.norm import layer_norm, rms_norm
 from octavo.kernels.gpu.penalties import apply_penalties
 from octavo.kernels.gpu.rotary import rotary_and_write_kv
 from octavo.kernels.gpu.sampling import first_nonfinite, sample
@@ -27,6 +27,8 @@ from octavo.kernels.gpu.sampling_masks import apply_allowed, apply_logit_bias, a
 from octavo.kernels.reference import prepare_weight, rotary_cos_sin
 
 __all__ = [
+    "act",
+    "act_and_mul",
     "apply_allowed",
     "apply_logit_bias",
     "apply_penalties",
@@ -34,8 +36,9 @@ __all__ = [
     "copy_blocks",
     "filter_logits",
     "first_nonfinite",
+    "layer_norm",
     "linear",
-    "linear_silu_and_mul",
+    "linear_act_and_mul",
     "logprobs",
     "paged_attention",
     "prepare_weight",
@@ -43,7 +46,6 @@ __all__ = [
     "rotary_and_write_kv",
     "rotary_cos_sin",
     "sample",
-    "silu_and_mul",
 ]
 
 

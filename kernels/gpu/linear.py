@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.kernels.gpu.activation import silu, silu_and_mul
+from octavo.kernels.activations import Activation
+from octavo.kernels.gpu.activation import act_and_mul, silu
 from octavo.kernels.gpu.launch import overlaps, wait_for_inputs
 from octavo.kernels.reference import prepare_weight
 
-__all__ = ["linear", "linear_silu_and_mul", "prepare_weight"]
+__all__ = ["linear", "linear_act_and_mul", "prepare_weight"]
 
 STREAM_TOKENS = 2
 """Most tokens of the multiply-and-add kernel; measured, from 3 on its arithmetic takes longer than the weights."""
@@ -277,13 +278,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _product(x, weight, bias, gated=False)
 
 
-def linear_silu_and_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``silu_and_mul(linear(x, weight, bias))``: x [T, K], weight [2I, K], gate first, bias [2I] -> [T, I].
+def linear_act_and_mul(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu"
+) -> Tensor:
+    """``act_and_mul(linear(x, weight, bias))``: x [T, K], weight [2I, K], gate first, bias [2I] -> [T, I].
 
-    For few tokens it is one kernel; gate and up are rounded to x's dtype before the activation, as if they were two.
+    For few tokens and silu it is one kernel; gate and up are rounded to x's dtype before the activation, as if they were
+    two.
     """
-    if not _fits(x, weight):
-        return silu_and_mul(functional.linear(x, weight, bias))
+    if activation != "silu" or not _fits(x, weight):
+        return act_and_mul(linear(x, weight, bias), activation)
     return _product(x, weight, bias, gated=True)
 
 

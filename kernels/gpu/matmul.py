@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.kernels.gpu.activation import silu_and_mul
+from octavo.kernels.activations import Activation
+from octavo.kernels.gpu.activation import act_and_mul
 from octavo.kernels.gpu.launch import overlaps, wait_for_inputs
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -145,9 +146,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def linear_silu_and_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``silu_and_mul(linear(x, weight, bias))``: x [T, K], weight [2I, K], gate first, bias [2I] -> [T, I]."""
-    return silu_and_mul(linear(x, weight, bias))
+def linear_act_and_mul(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu"
+) -> Tensor:
+    """``act_and_mul(linear(x, weight, bias))``: x [T, K], weight [2I, K], gate first, bias [2I] -> [T, I]."""
+    return act_and_mul(linear(x, weight, bias), activation)
 
 
 def has_descriptors(weight: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation with the residual's addition, one pass over the data."""
+"""Normalisation with the residual's addition, one pass over the data."""
 
 import torch
 import triton
@@ -19,6 +19,7 @@ def _rms_norm_kernel(
     residual_stride,
     hidden_size,
     eps,
+    UNIT_OFFSET: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -36,15 +37,23 @@ def _rms_norm_kernel(
         tl.store(total + line * hidden_size + place, rounded, inside)
         value = rounded.to(tl.float32)
     mean = tl.sum(value * value, axis=0) / hidden_size
-    normed = (value * tl.rsqrt(mean + eps)).to(out.dtype.element_ty).to(tl.float32)
+    normed = value * tl.rsqrt(mean + eps)
+    if UNIT_OFFSET:
+        scale += 1.0
+    else:
+        normed = normed.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + line * hidden_size + place, (normed * scale).to(out.dtype.element_ty), inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, unit_offset: bool = False
+) -> tuple[Tensor, Tensor]:
     """Add the residual, then normalise over the last dimension::
 
         total = x + residual
         out = weight * round(total * rsqrt(mean(total ** 2) + eps))
+
+    or with ``unit_offset`` ``out = round((1 + weight) * total * rsqrt(mean(total ** 2) + eps))``.
 
     x and residual [T, H] (lines contiguous, any distance apart), weight [H], one dtype for all; H up to 65,536. Sums
     are rounded to that dtype, the rest is fp32. Returns ``(out, total)``, both [T, H]; total is x where no residual
@@ -62,6 +71,82 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     _rms_norm_kernel[(lines.shape[0],)](
         lines,
         weight,
+        added,
+        out,
+        total,
+        lines.stride(0),
+        added.stride(0),
+        hidden_size,
+        eps,
+        UNIT_OFFSET=unit_offset,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=min(16, max(1, block // 512)),
+        launch_pdl=overlap,
+    )
+    return out, total
+
+
+@triton.jit
+def _layer_norm_kernel(
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    total,
+    x_stride,
+    residual_stride,
+    hidden_size,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Program t normalises line t, which it holds in registers."""
+    line = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    inside = place < hidden_size
+    wait_for_inputs(OVERLAP)
+    value = tl.load(x + line * x_stride + place, inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + line * residual_stride + place, inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + line * hidden_size + place, rounded, inside)
+        value = rounded.to(tl.float32)
+    centred = tl.where(inside, value - tl.sum(value, axis=0) / hidden_size, 0.0)
+    variance = tl.sum(centred * centred, axis=0) / hidden_size
+    scale = tl.load(weight + place, inside, other=0.0).to(tl.float32)
+    shift = tl.load(bias + place, inside, other=0.0).to(tl.float32)
+    normed = centred * tl.rsqrt(variance + eps) * scale + shift
+    tl.store(out + line * hidden_size + place, normed.to(out.dtype.element_ty), inside)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Add the residual, then normalise by mean and variance over the last dimension::
+
+        total = x + residual
+        out = weight * (total - mean) * rsqrt(mean((total - mean) ** 2) + eps) + bias
+
+    Shapes, strides and what is returned as of ``rms_norm``; rounded once. The reference is
+    ``octavo.kernels.reference.layer_norm``.
+    """
+    hidden_size = x.shape[-1]
+    lines = _as_lines(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(out)
+    if lines.shape[0] == 0:
+        return out, total
+    added = lines if residual is None else _as_lines(residual)
+    block = triton.next_power_of_2(hidden_size)
+    overlap = overlaps(x)
+    _layer_norm_kernel[(lines.shape[0],)](
+        lines,
+        weight,
+        bias,
         added,
         out,
         total,

@@ -17,6 +17,13 @@ _FEW_TOKENS = 64
 
 
 @triton.jit
+def _weighted(normed, weight, DTYPE: tl.constexpr, UNIT_OFFSET: tl.constexpr):
+    """Multiply normalised fp32 values by the norm's weight; return what the model's dtype makes of it, in fp32."""
+    weighted = normed * (1.0 + weight) if UNIT_OFFSET else normed.to(DTYPE).to(tl.float32) * weight
+    return weighted.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def _turn(
     x,
     norm,
@@ -29,6 +36,7 @@ def _turn(
     HALF: tl.constexpr,
     REST: tl.constexpr,
     NORM: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
 ):
     """Norm and rotate the heads at x [heads, 1] of pointers; inside [heads, 1] masks them.
 
@@ -50,12 +58,12 @@ def _turn(
             square += tl.sum(rest * rest, axis=1)
         scale = tl.rsqrt(square / head_size + eps)[:, None]
         weight = tl.load(norm + lane, lane < half, other=0.0).to(tl.float32)
-        first = ((first * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        first = _weighted(first * scale, weight, dtype, UNIT_OFFSET)
         weight = tl.load(norm + half + lane, lane < half, other=0.0).to(tl.float32)
-        second = ((second * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        second = _weighted(second * scale, weight, dtype, UNIT_OFFSET)
         if REST:
             weight = tl.load(norm + behind, behind < head_size, other=0.0).to(tl.float32)
-            rest = ((rest * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+            rest = _weighted(rest * scale, weight, dtype, UNIT_OFFSET)
     return first * cos - second * sin, second * cos + first * sin, rest
 
 
@@ -100,6 +108,7 @@ def _rotary_kernel(
     REST: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
     FLOAT8: tl.constexpr,
     LIMIT: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -121,7 +130,18 @@ def _rotary_kernel(
         inside = head < NUM_HEADS
         mask = inside & (lane < half)
         first, second, rest = _turn(
-            q + token * q_stride + head * HEAD_SIZE, q_norm, cos, sin, eps, inside, HEAD_SIZE, half, HALF, REST, Q_NORM
+            q + token * q_stride + head * HEAD_SIZE,
+            q_norm,
+            cos,
+            sin,
+            eps,
+            inside,
+            HEAD_SIZE,
+            half,
+            HALF,
+            REST,
+            Q_NORM,
+            UNIT_OFFSET,
         )
         target = out + (token * NUM_HEADS + head) * HEAD_SIZE
         tl.store(target + lane, first.to(dtype), mask)
@@ -137,7 +157,18 @@ def _rotary_kernel(
         value_first = tl.load(source + lane, mask, other=0.0)
         value_second = tl.load(source + half + lane, mask, other=0.0)
         first, second, rest = _turn(
-            k + token * k_stride + head * HEAD_SIZE, k_norm, cos, sin, eps, inside, HEAD_SIZE, half, HALF, REST, K_NORM
+            k + token * k_stride + head * HEAD_SIZE,
+            k_norm,
+            cos,
+            sin,
+            eps,
+            inside,
+            HEAD_SIZE,
+            half,
+            HALF,
+            REST,
+            K_NORM,
+            UNIT_OFFSET,
         )
         offset = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride + head * head_stride
         _put(key_cache + offset + lane, first, mask, dtype, FLOAT8, LIMIT)
@@ -163,6 +194,8 @@ def rotary_and_write_kv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    *,
+    unit_offset: bool = False,
 ) -> Tensor:
     """Norm and rotate q and k, write k and v into the cache; one launch.
 
@@ -170,6 +203,7 @@ def rotary_and_write_kv(
     position rounded to q's dtype::
 
         x = norm * round(x * rsqrt(mean(x ** 2) + eps))     where a norm [d] is given
+        x = round((1 + norm) * x * rsqrt(mean(x ** 2) + eps))   with unit_offset
         (a, b) -> (a * cos - b * sin, b * cos + a * sin)    in fp32, rounded once
 
     q [T, nq, d], k and v [T, nkv, d] with heads side by side (views of one projection's output are), positions [T] int64
@@ -226,6 +260,7 @@ def rotary_and_write_kv(
         REST=triton.next_power_of_2(head_size - rotated) if rotated < head_size else 0,
         Q_NORM=q_norm is not None,
         K_NORM=k_norm is not None,
+        UNIT_OFFSET=unit_offset,
         FLOAT8=key_cache.dtype is torch.float8_e4m3fn,
         LIMIT=FLOAT8_MAX,
         OVERLAP=overlap,

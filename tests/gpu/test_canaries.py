@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.kernels import inputs_reference, reference
 from octavo.kernels.gpu import inputs
-from octavo.kernels.gpu.linear import linear, linear_silu_and_mul
+from octavo.kernels.gpu.linear import linear, linear_act_and_mul
 from octavo.kernels.ops import get_ops
 from tests.kernels.test_gpu_attention import Step
 from tests.support.gpu import CUDA, DEVICE, ON_GPU_OR_INTERPRETED
@@ -65,9 +65,9 @@ def rms_norm(guards: Guards) -> None:
 
 
 @case
-def silu_and_mul(guards: Guards) -> None:
+def act_and_mul(guards: Guards) -> None:
     x = random(TOKENS, 2 * INNER)
-    same(OPS.silu_and_mul(x), reference.silu_and_mul(x))
+    same(OPS.act_and_mul(x), reference.act_and_mul(x))
 
 
 @case
@@ -78,8 +78,8 @@ def products(guards: Guards) -> None:
         exact = x.float() @ weight.float().T + bias.float()
         for product in (OPS.linear, linear):
             same(product(x, weight, bias).float(), exact)
-        gated = reference.silu_and_mul(exact.to(DTYPE)).float()
-        same(linear_silu_and_mul(x, weight, bias).float(), gated, 2 * BOUND)
+        gated = reference.act_and_mul(exact.to(DTYPE)).float()
+        same(linear_act_and_mul(x, weight, bias).float(), gated, 2 * BOUND)
 
 
 @case

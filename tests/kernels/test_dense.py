@@ -27,7 +27,7 @@ def test_product_is_that_of_the_formula(
     weight = (torch.randn(shape) * shape[1] ** -0.5).to(dtype)
     expected = x.double() @ weight.double().T
     bound = 1e-5 if dtype is torch.float32 else 2e-2
-    prepared = ops.prepare_weight(weight)
+    prepared = ops.prepare_weight(weight, weight.dtype)
     torch.testing.assert_close(ops.linear(x, prepared).double(), expected, rtol=bound, atol=bound)
     torch.testing.assert_close(ops.linear(x, prepared, bias).double(), expected + bias.double(), rtol=bound, atol=bound)
 
@@ -38,7 +38,7 @@ def test_gated_product_is_the_product_then_the_gate(backend: str) -> None:
     ops = importlib.import_module(f"octavo.kernels.{backend}")
     x, weight, bias = torch.randn(3, 40), torch.randn(26, 40), torch.randn(26)
     gate, up = (x @ weight.T + bias).chunk(2, -1)
-    got = ops.linear_silu_and_mul(x, ops.prepare_weight(weight), bias)
+    got = ops.linear_act_and_mul(x, ops.prepare_weight(weight, weight.dtype), bias)
     torch.testing.assert_close(got, gate * gate.sigmoid() * up)
 
 
@@ -47,7 +47,7 @@ def test_inputs_and_weights_may_be_strided_views(backend: str) -> None:
     torch.manual_seed(0)
     ops = get_ops(backend)
     x, weight = torch.randn(6, 80)[::2, ::2], torch.randn(40, 50).T
-    torch.testing.assert_close(ops.linear(x, ops.prepare_weight(weight)), x @ weight.T)
+    torch.testing.assert_close(ops.linear(x, ops.prepare_weight(weight, weight.dtype)), x @ weight.T)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,7 +57,7 @@ def test_cpu_backend_agrees_with_the_reference(dtype: torch.dtype) -> None:
     x, residual, weight = torch.randn(19, 576).to(dtype), torch.randn(19, 576).to(dtype), torch.randn(576).to(dtype)
     for got, expected in zip(fast.rms_norm(x, weight, 1e-5, residual), slow.rms_norm(x, weight, 1e-5, residual)):
         torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(fast.silu_and_mul(x), slow.silu_and_mul(x))
+    torch.testing.assert_close(fast.act_and_mul(x), slow.act_and_mul(x))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -89,7 +89,7 @@ def test_gate_is_that_of_the_formula(backend: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(7, 96) * 4
     gate, up = x.double().chunk(2, -1)
-    torch.testing.assert_close(get_ops(backend).silu_and_mul(x), (gate * gate.sigmoid() * up).float())
+    torch.testing.assert_close(get_ops(backend).act_and_mul(x), (gate * gate.sigmoid() * up).float())
 
 
 @pytest.mark.parametrize("head_size", [64, 80, 128])

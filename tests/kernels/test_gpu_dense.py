@@ -7,14 +7,14 @@ from torch import Tensor
 from octavo.kernels import reference
 
 pytest.importorskip("triton")
-from octavo.kernels.gpu.activation import silu_and_mul
+from octavo.kernels.gpu.activation import act_and_mul
 from octavo.kernels.gpu.copy import copy_blocks
 from octavo.kernels.gpu.linear import (
     TILE_TOKENS,
     StreamShape,
     TileShape,
     linear,
-    linear_silu_and_mul,
+    linear_act_and_mul,
     stream_product,
     tile_product,
 )
@@ -67,7 +67,7 @@ def test_gate_is_that_of_the_formula(shape: tuple[int, int], dtype: torch.dtype)
     torch.manual_seed(2)
     x = random(shape[0], 2 * shape[1] + 3, dtype=dtype, scale=4.0)[:, :-3]
     gate, up = x.double().chunk(2, -1)
-    out = silu_and_mul(x)
+    out = act_and_mul(x)
     assert out.shape == shape
     assert out.is_contiguous()
     torch.testing.assert_close(out.double(), gate * gate.sigmoid() * up, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
@@ -76,8 +76,8 @@ def test_gate_is_that_of_the_formula(shape: tuple[int, int], dtype: torch.dtype)
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_gate_at_the_ends_of_the_range() -> None:
     x = torch.tensor([[1e4, -1e4, 100.0, -100.0, 2.0, 3.0, 1.0, 5.0]], device=DEVICE)
-    assert silu_and_mul(x).tolist() == [[2e4, 0.0, 100.0, 0.0]]
-    assert silu_and_mul(torch.tensor([[float("nan"), 1.0]], device=DEVICE)).isnan().all()
+    assert act_and_mul(x).tolist() == [[2e4, 0.0, 100.0, 0.0]]
+    assert act_and_mul(torch.tensor([[float("nan"), 1.0]], device=DEVICE)).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
@@ -181,7 +181,7 @@ def test_any_product_is_that_of_the_formula(outputs: int, size: int, tokens: int
         exact = exact_product(x, weight, bias, gated=False)
         torch.testing.assert_close(linear(x, weight, bias).double(), exact, rtol=bound, atol=bound)
         exact = exact_product(x, weight, bias, gated=True)
-        torch.testing.assert_close(linear_silu_and_mul(x, weight, bias).double(), exact, rtol=0.04, atol=0.04)
+        torch.testing.assert_close(linear_act_and_mul(x, weight, bias).double(), exact, rtol=0.04, atol=0.04)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs kernels that overlap")
@@ -199,7 +199,7 @@ def test_overlapping_kernels_see_what_the_ones_before_wrote(tokens: int) -> None
             x, residual = rms_norm(x, norm, 1e-5, residual)
             if wait:
                 torch.cuda.synchronize()
-            x = linear_silu_and_mul(x, gate_up)
+            x = linear_act_and_mul(x, gate_up)
             if wait:
                 torch.cuda.synchronize()
             x = linear(x, down)

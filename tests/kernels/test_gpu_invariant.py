@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import reference
+from octavo.worker.models.decoder import Decoder
 
 pytest.importorskip("triton")
 import octavo.kernels.gpu
@@ -51,6 +52,7 @@ def test_a_worker_takes_the_variant_that_it_is_told_to(tmp_path: Path) -> None:
     for is_told, ops in ((True, invariant), (False, octavo.kernels.gpu)):
         runner = load_gpu(folder, dtype="float32", batch_invariant=is_told, enforce_eager=True)
         assert runner._ops is ops
+        assert isinstance(runner._model, Decoder)
         assert runner._model._ops is ops
 
 
@@ -117,7 +119,7 @@ def test_norm_and_gate_are_the_same_among_any_number_of_tokens(width: int, dtype
     torch.manual_seed(3)
     x, weight = random(48, 2 * width, dtype=dtype, scale=3.0), random(2 * width, dtype=dtype)
     norm: Callable[[Tensor], Tensor] = lambda rows: invariant.rms_norm(rows, weight, 1e-5, rows)[0]  # noqa: E731
-    for operation in (norm, invariant.silu_and_mul):
+    for operation in (norm, invariant.act_and_mul):
         expected = operation(x)
         for count, start in ((1, 0), (1, 5), (2, 11), (3, 40), (7, 1), (16, 16), (17, 31), (47, 1)):
             rows = x[start : start + count].clone()

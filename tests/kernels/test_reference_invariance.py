@@ -58,7 +58,7 @@ def test_norm_and_gate_are_the_same_among_any_number_of_rows(width: int, dtype: 
     torch.manual_seed(3)
     x, weight = (torch.randn(48, 2 * width) * 3).to(dtype), torch.randn(2 * width).to(dtype)
     norm: Callable[[Tensor], Tensor] = lambda rows: reference.rms_norm(rows, weight, 1e-5, rows)[0]  # noqa: E731
-    for operation in (norm, reference.silu_and_mul):
+    for operation in (norm, reference.act_and_mul):
         expected = operation(x)
         for count in (1, 2, 3, 7, 16, 17, 31, 47):
             for start in range(0, 48 - count, 5):
@@ -69,9 +69,9 @@ def test_norm_and_gate_are_the_same_among_any_number_of_rows(width: int, dtype: 
 def test_gate_agrees_in_vectors_and_their_remainders() -> None:
     torch.manual_seed(6)
     x = torch.randn(4000, 2 * 17) * 3  # 17 is a vector and one more
-    expected = reference.silu_and_mul(x)
+    expected = reference.act_and_mul(x)
     for row in range(0, 4000, 16):
-        assert same_bits(reference.silu_and_mul(x[row : row + 1]), expected[row : row + 1]), row
+        assert same_bits(reference.act_and_mul(x[row : row + 1]), expected[row : row + 1]), row
 
 
 class Sequence:

@@ -13,7 +13,8 @@ from octavo.wire.plan import FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, RowSamp
 from octavo.worker.errors import PlanError
 from octavo.worker.gpu import graphs
 from octavo.worker.gpu.runner import GpuRunner
-from octavo.worker.models.decoder import Batch, Decoder, KVCache
+from octavo.worker.models.decoder import Decoder
+from octavo.worker.models.interface import Batch, KVCache
 from octavo.worker.runner import EagerRunner
 from tests.support.gpu import settle
 from tests.support.plan_driver import GREEDY, PlanDriver, faults_of, generate, logprob_bits, tokens_of
@@ -270,6 +271,7 @@ def test_nonfinite_logits_fault_their_row_alone(runner: GpuRunner, value: float,
     driver = PlanDriver.of(runner)
     driver.begin(4, PROMPT, sampling)
     driver.begin(6, OTHER, sampling)
+    assert isinstance(runner._model, Decoder)
     line = runner._model._embedding[PROMPT[-1]]
     good = line.clone()
     line[:] = value
@@ -429,6 +431,7 @@ def test_a_row_whose_fault_nobody_was_told_of_is_not_held(runner: GpuRunner) -> 
     driver = PlanDriver.of(runner)
     driver.begin(4, PROMPT)
     driver.begin(6, OTHER)
+    assert isinstance(runner._model, Decoder)
     line = runner._model._embedding[PROMPT[-1]]
     good = line.clone()
     line[:] = float("nan")

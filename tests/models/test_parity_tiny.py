@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.worker.models.decoder import Batch, Decoder, KVCache
+from octavo.worker.models.interface import Batch, KVCache, Model
 from tests.support.plan_driver import PlanDriver
 from tests.support.tiny_models import load_eager
 
@@ -69,7 +69,7 @@ def write_with_transformers(folder: Path, kind: str, changes: dict[str, Any]) ->
     return model
 
 
-def logits_of(model: Decoder, caches: list[KVCache], ids: list[int], chunks: list[int], block_size: int) -> Tensor:
+def logits_of(model: Model, caches: list[KVCache], ids: list[int], chunks: list[int], block_size: int) -> Tensor:
     """Return the logits at every position of one sequence that is computed in chunks."""
     blocks = list(range(1, 1 - (-len(ids) // block_size)))[::-1]
     table = torch.tensor([blocks], dtype=torch.int32)

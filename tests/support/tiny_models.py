@@ -13,7 +13,7 @@ from octavo.worker.config import WorkerConfig
 from octavo.worker.loading import LoadedWorker, load
 from octavo.worker.models.config import parse_model_config
 from octavo.worker.models.decoder import Decoder
-from octavo.worker.models.layers import Placement, ShardSpec
+from octavo.worker.models.targets import Placement, ShardSpec
 from octavo.worker.runner import EagerRunner
 
 TINY_LLAMA: dict[str, Any] = {

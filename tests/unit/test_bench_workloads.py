@@ -8,6 +8,7 @@ from octavo.cli import bench_workloads as workloads
 from octavo.cli.bench_models import CONFIGS, VOCABULARIES, write_config_folder
 from octavo.wire.model_digest import model_digest
 from octavo.worker.models.config import load_model_config
+from octavo.worker.models.sizes import num_parameters
 
 LLAMA_2 = VOCABULARIES["llama-2-7b"]
 
@@ -85,10 +86,10 @@ def test_what_there_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "num_parameters"),
+    ("model", "expected"),
     [("llama-3.1-8b", 8_030_261_248), ("llama-2-7b", 6_738_415_616), ("qwen3-0.6b", 596_042_752)],
 )
-def test_folders_describe_the_models(model: str, num_parameters: int, tmp_path: Path) -> None:
+def test_folders_describe_the_models(model: str, expected: int, tmp_path: Path) -> None:
     folder = write_config_folder(model, tmp_path)
     config = load_model_config(folder)
     assert [path.name for path in folder.iterdir()] == ["config.json"]
@@ -96,7 +97,7 @@ def test_folders_describe_the_models(model: str, num_parameters: int, tmp_path: 
     assert config.dtype == "bfloat16"
     # Peers count neither head norms nor anything else that is not a matrix of a layer, its two norms, or an embedding.
     head_norms = 2 * config.head_size * config.num_layers if model.startswith("qwen3") else 0
-    assert config.num_parameters - head_norms == num_parameters
+    assert num_parameters(config) - head_norms == expected
 
 
 def test_every_shape_has_an_identity_of_its_own(tmp_path: Path) -> None:

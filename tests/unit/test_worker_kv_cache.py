@@ -16,7 +16,7 @@ from octavo.worker.errors import MemoryShortage
 from octavo.worker.kv_cache import CacheSpec, allocate, blocks_that_fit, choose_num_blocks
 from octavo.worker.memory import DeviceMemory
 from octavo.worker.models.config import parse_model_config
-from octavo.worker.models.layers import ShardSpec
+from octavo.worker.models.targets import ShardSpec
 from tests.support.tiny_models import TINY_LLAMA
 
 GIB = 2**30

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from octavo.worker.errors import ModelConfigError
-from octavo.worker.models.config import RopeConfig, load_model_config, parse_model_config
+from octavo.worker.models.config import load_model_config, parse_model_config
+from octavo.worker.models.description import MlpConfig, ModelConfig
+from octavo.worker.models.rope_config import RopeConfig
+from octavo.worker.models.sizes import num_parameters
 from tests.support.tiny_models import TINY_LLAMA, random_tensors
 
 QWEN2: dict[str, Any] = {k: v for k, v in TINY_LLAMA.items() if k not in ("attention_bias", "mlp_bias", "head_dim")} | {
@@ -36,25 +39,31 @@ def llama(**changes: Any) -> dict[str, Any]:
     return TINY_LLAMA | changes
 
 
+def biases(config: ModelConfig) -> tuple[bool, bool, bool]:
+    mlp = config.layers[0].mlp
+    assert isinstance(mlp, MlpConfig)
+    return config.qkv_bias, config.output_bias, mlp.has_bias
+
+
 def test_llama_with_defaults() -> None:
     config = parse_model_config({k: v for k, v in TINY_LLAMA.items() if k not in ("num_key_value_heads", "rope_theta")})
     assert (config.num_heads, config.num_kv_heads, config.head_size) == (6, 6, 8)
-    assert config.rope == RopeConfig(10000.0)
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (False, False, False)
+    assert config.ropes == (RopeConfig(10000.0),)
+    assert biases(config) == (False, False, False)
 
 
 def test_biases_of_llama_and_qwen2() -> None:
     config = parse_model_config(llama(attention_bias=True, mlp_bias=True))
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (True, True, True)
+    assert biases(config) == (True, True, True)
     config = parse_model_config(QWEN2)
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (True, False, False)
+    assert biases(config) == (True, False, False)
 
 
 def test_qwen3_has_norms_of_queries_and_keys_and_no_bias_unless_told() -> None:
     config = parse_model_config(QWEN3)
-    assert (config.qk_norm, config.qkv_bias, config.output_bias, config.mlp_bias) == (True, False, False, False)
+    assert (config.qk_norm == config.norm, *biases(config)) == (True, False, False, False)
     config = parse_model_config(QWEN3 | {"attention_bias": True, "mlp_bias": True})
-    assert (config.qk_norm, config.qkv_bias, config.output_bias, config.mlp_bias) == (True, True, True, False)
+    assert (config.qk_norm == config.norm, *biases(config)) == (True, True, True, False)
     assert not parse_model_config(QWEN2).qk_norm
     assert not parse_model_config(TINY_LLAMA).qk_norm
 
@@ -83,7 +92,7 @@ def test_head_size_may_differ_from_hidden_size_over_heads() -> None:
     ],
 )
 def test_rope(given: dict[str, Any], expected: RopeConfig) -> None:
-    assert parse_model_config(llama(**given)).rope == expected
+    assert parse_model_config(llama(**given)).ropes == (expected,)
 
 
 @pytest.mark.parametrize(
@@ -175,4 +184,4 @@ def test_an_oversized_file_is_not_read(tmp_path: Path) -> None:
 )
 def test_the_number_of_parameters_is_that_of_the_checkpoint(config: dict[str, Any]) -> None:
     expected = sum(tensor.numel() for tensor in random_tensors(config).values())
-    assert parse_model_config(config).num_parameters == expected
+    assert num_parameters(parse_model_config(config)) == expected

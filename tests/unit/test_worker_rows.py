@@ -10,7 +10,7 @@ from octavo.wire.columns import pack_floats, pack_ints
 from octavo.wire.plan import FLAG_SAMPLE, NewRow, RowSampling, StepPlan
 from octavo.worker.errors import PlanError
 from octavo.worker.mirror import RowLimits
-from octavo.worker.models.decoder import Batch
+from octavo.worker.models.interface import Batch
 from octavo.worker.rows import Rows
 
 LIMITS = RowLimits(

@@ -9,7 +9,8 @@ from torch import Tensor
 from octavo.wire.columns import pack_ints, unpack_ints
 from octavo.wire.plan import FAULT_NO_CANDIDATE, FAULT_NONFINITE_LOGITS, RowSampling, StepPlan
 from octavo.worker.errors import PlanError
-from octavo.worker.models.decoder import Batch, Decoder, KVCache
+from octavo.worker.models.decoder import Decoder
+from octavo.worker.models.interface import Batch, KVCache
 from octavo.worker.runner import EagerRunner
 from tests.support.plan_driver import GREEDY, PlanDriver, faults_of, generate, logprob_bits, tokens_of
 from tests.support.tiny_models import TINY_LLAMA, load_eager, random_tensors, write_model

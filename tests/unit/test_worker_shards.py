@@ -10,7 +10,9 @@ from octavo.kernels.ops import get_ops
 from octavo.worker.errors import ModelConfigError
 from octavo.worker.models.config import parse_model_config
 from octavo.worker.models.decoder import Decoder
-from octavo.worker.models.layers import ColumnParallel, Placement, RowParallel, ShardSpec, Target
+from octavo.worker.models.layers import ColumnParallel, Linear, RowParallel
+from octavo.worker.models.targets import Placement, ShardSpec, Target
+from octavo.worker.quantization.scheme import Projection
 from tests.support.tiny_models import TINY_LLAMA
 
 OPS = get_ops("reference")
@@ -19,7 +21,7 @@ PLACEMENT = Placement(torch.float32, torch.device("cpu"))
 
 def fill(targets: dict[str, Target], tensors: dict[str, Tensor]) -> None:
     for name, target in targets.items():
-        target.view.copy_(tensors[name][target.part])
+        target.view.copy_(target.take(tensors[name]))
 
 
 def random_for(targets: dict[str, Target]) -> dict[str, Tensor]:
@@ -27,23 +29,31 @@ def random_for(targets: dict[str, Target]) -> dict[str, Tensor]:
     return {name: torch.randn(target.full_shape, generator=generator) for name, target in targets.items()}
 
 
+def product(layer: Linear, x: Tensor) -> Tensor:
+    layer.finish_loading(OPS)
+    return layer(OPS, x)
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_column_parallel_ranks_concatenate_to_the_whole(world: int) -> None:
     def make(shard: ShardSpec) -> ColumnParallel:
         return ColumnParallel(
-            PLACEMENT, 6, {"a": (8, shard.part(8, "features")), "b": (4, shard.part(4, "features"))}, bias=True
+            PLACEMENT,
+            6,
+            tuple(Projection(name, size, shard.part(size, "features")) for name, size in (("a", 8), ("b", 4))),
+            bias=True,
         )
 
     whole = make(ShardSpec())
     tensors = random_for(whole.targets)
     fill(whole.targets, tensors)
     x = torch.randn(3, 6)
-    a, b = torch.split(whole(OPS, x), [8, 4], dim=-1)
+    a, b = torch.split(product(whole, x), [8, 4], dim=-1)
     parts_a, parts_b = [], []
     for rank in range(world):
         part = make(ShardSpec(rank, world))
         fill(part.targets, tensors)
-        mine = torch.split(part(OPS, x), part.sizes, dim=-1)
+        mine = torch.split(product(part, x), [8 // world, 4 // world], dim=-1)
         parts_a.append(mine[0])
         parts_b.append(mine[1])
     assert torch.allclose(torch.cat(parts_a, -1), a, atol=1e-6)
@@ -64,8 +74,8 @@ def test_row_parallel_ranks_sum_to_the_whole(world: int) -> None:
         shard = ShardSpec(rank, world)
         part = make(shard)
         fill(part.targets, tensors)
-        total += part(OPS, x[:, shard.part(8, "features")])
-    assert torch.allclose(total, whole(OPS, x), atol=1e-6)
+        total += product(part, x[:, shard.part(8, "features")])
+    assert torch.allclose(total, product(whole, x), atol=1e-6)
 
 
 def test_the_ranks_of_a_decoder_cover_every_sharded_tensor_once() -> None:

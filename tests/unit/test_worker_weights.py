@@ -15,7 +15,7 @@ from octavo.kernels.ops import get_ops
 from octavo.worker.errors import WeightsError
 from octavo.worker.models.config import parse_model_config
 from octavo.worker.models.decoder import Decoder
-from octavo.worker.models.layers import Placement, ShardSpec
+from octavo.worker.models.targets import Placement, ShardSpec
 from octavo.worker.weights import fill_dummy, load_weights
 from tests.support.tiny_models import TINY_LLAMA, random_tensors, write_model
 

@@ -20,7 +20,7 @@ from octavo.worker.gpu.device_rows import DeviceRows
 from octavo.worker.gpu.layout import Layout, prepare
 from octavo.worker.gpu.shapes import Parts, Shape, decode_shapes, fill, mixed_shapes, parts_of
 from octavo.worker.mirror import RowLimits
-from octavo.worker.models.decoder import Batch, Decoder, KVCache
+from octavo.worker.models.interface import Batch, KVCache, Model
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         ops: Ops,
         caches: list[KVCache],
         limits: RowLimits,

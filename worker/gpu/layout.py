@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.kernels.gpu import inputs
 from octavo.worker.gpu.device_rows import DeviceRows
 from octavo.worker.mirror import Step
-from octavo.worker.models.decoder import Batch
+from octavo.worker.models.interface import Batch
 from octavo.worker.transfer import upload
 
 Ints = NDArray[np.int32]

@@ -27,7 +27,7 @@ from octavo.worker.gpu.layout import Layout, eager_batch, lay_out
 from octavo.worker.gpu.moment import Moment
 from octavo.worker.grammar import Follower, Grammars, Masks, settle
 from octavo.worker.mirror import Delta, Mirror, RowLimits, Step
-from octavo.worker.models.decoder import Decoder, Hidden, KVCache
+from octavo.worker.models.interface import Hidden, KVCache, Model
 from octavo.worker.prompt_logprobs import Told, tell, try_telling
 from octavo.worker.rehearsal import MANY_LOGPROBS, draw_everything
 from octavo.worker.results import step_result
@@ -74,7 +74,7 @@ class GpuRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         ops: Ops,
         caches: list[KVCache],
         limits: RowLimits,

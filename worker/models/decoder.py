@@ -1,89 +1,86 @@
-"""The decoder: embedding, layers of attention and gated MLP, norm, output head; described by a ModelConfig."""
-
-from dataclasses import dataclass
-from typing import NamedTuple
+"""The decoder: embedding, layers of attention and MLP, norm, output head; described by a ModelConfig."""
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.ops import Ops
-from octavo.worker.models.config import ModelConfig
-from octavo.worker.models.layers import ColumnParallel, Placement, RowParallel, ShardSpec, Target, whole
-from octavo.worker.models.rope import inverse_frequencies
+from octavo.kernels.ops import Ops, Prepared
+from octavo.worker.errors import ModelConfigError
+from octavo.worker.models.attention import Attention
+from octavo.worker.models.description import ExpertsConfig, LayerConfig, ModelConfig
+from octavo.worker.models.interface import Batch, Hidden, KVCache
+from octavo.worker.models.layers import Linear, Norm
+from octavo.worker.models.mlp import Mlp
+from octavo.worker.models.rope import rotary_table
+from octavo.worker.models.targets import Placement, ShardSpec, Target, whole
+from octavo.worker.quantization.plain import Unquantized
+from octavo.worker.quantization.scheme import LinearShape, Projection, Quantization
 
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-"""Tensors that old checkpoints carry and nobody reads: the tables are computed."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One forward pass over rows of any length; T tokens, R rows, S of which want logits."""
-
-    input_ids: Tensor  # [T] integer
-    positions: Tensor  # [T] integer
-    slot_mapping: Tensor  # [T] int64: where each token's keys and values go; -1: nowhere
-    block_tables: Tensor  # [R, max_blocks] int32
-    query_start: Tensor  # [R + 1] int32
-    seq_lens: Tensor  # [R] int32
-    logits_index: Tensor | None  # [S] integer: tokens whose logits are wanted; None: all
-    num_decodes: int = 0  # so many rows come first that have one token each, or none where they are padding
-
-
-@dataclass(frozen=True)
-class KVCache:
-    """Keys and values of one layer: [num_blocks, block_size, num_kv_heads, head_size] each."""
-
-    keys: Tensor
-    values: Tensor
-
-
-class Hidden(NamedTuple):
-    """What the layers made of T tokens: their last output [T, hidden_size], and the residual that it is added to."""
-
-    x: Tensor
-    residual: Tensor | None
+_UNQUANTIZED = Unquantized()
 
 
 class Decoder:
     """A decoder with the parameters of one rank."""
 
     def __init__(
-        self, config: ModelConfig, ops: Ops, placement: Placement, shard: ShardSpec, max_positions: int
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        placement: Placement,
+        shard: ShardSpec,
+        max_positions: int,
+        quantization: Quantization = _UNQUANTIZED,
     ) -> None:
         self.config = config
         self._ops = ops
+        names = config.names
         self._embedding = placement.empty(config.vocab_size, config.hidden_size)
-        self._layers = [_Layer(config, placement, shard, f"model.layers.{i}") for i in range(config.num_layers)]
-        self._norm = placement.empty(config.hidden_size)
-        self._head = (
-            self._embedding if config.tied_embeddings else placement.empty(config.vocab_size, config.hidden_size)
-        )
-        self._cos_sin = ops.rotary_cos_sin(inverse_frequencies(config.rope, config.head_size), max_positions).to(
-            placement.device
-        )
+        self._positions = placement.empty(config.positions.num_lines, config.hidden_size) if config.positions else None
+        self._layers = [
+            _Layer(config, layer, placement, shard, names.layer.format(i), quantization)
+            for i, layer in enumerate(config.layers)
+        ]
+        self._norm = Norm(placement, config.hidden_size, config.norm, names.final_norm)
+        self._head = None if config.tied_embeddings else _make_head(config, placement, quantization)
+        self._tied_head: Prepared = None  # the embedding, prepared for products
+        self._cos_sin = [rotary_table(ops, rope, config.head_size, max_positions, placement) for rope in config.ropes]
+        self._no_rotation = rotary_table(ops, None, config.head_size, max_positions, placement)
 
     def targets(self) -> dict[str, Target]:
         """Return where each tensor of a checkpoint goes."""
-        targets = {"model.embed_tokens.weight": whole(self._embedding), "model.norm.weight": whole(self._norm)}
-        if not self.config.tied_embeddings:
-            targets["lm_head.weight"] = whole(self._head)
+        names = self.config.names
+        targets = {f"{names.embedding}.weight": whole(self._embedding)} | self._norm.targets
+        if self._positions is not None:
+            targets[f"{names.positions}.weight"] = whole(self._positions)
+        if self._head is not None:
+            targets |= self._head.targets
         for layer in self._layers:
             targets |= layer.targets
         return targets
+
+    def name_of(self, name: str) -> str:
+        """Return what `targets` calls a tensor of the checkpoint: some leave out a prefix."""
+        prefix = self.config.names.optional_prefix
+        if not prefix or name.startswith((prefix, f"{self.config.names.head}.")):
+            return name
+        return prefix + name
+
+    def is_ignored(self, name: str) -> bool:
+        """Say whether a checkpoint may hold this tensor without anybody reading it."""
+        tied = self.config.tied_embeddings and name == f"{self.config.names.head}.weight"
+        return tied or name.endswith(self.config.ignored)
 
     def finish_loading(self) -> None:
         """Bring all weights into the backend's form; called once, after the last tensor was loaded."""
         for layer in self._layers:
             layer.finish_loading(self._ops)
-        self._head = self._ops.prepare_weight(self._head)
+        if self._head is not None:
+            self._head.finish_loading(self._ops)
+        else:
+            self._tied_head = self._ops.prepare_weight(self._embedding, self._embedding.dtype)
 
     def empty_logits(self, num_rows: int) -> Tensor:
         """Return memory for logits: [num_rows, vocab_size] in the dtype of `forward`."""
-        return self._norm.new_empty(num_rows, self.config.vocab_size)
-
-    def is_ignored(self, name: str) -> bool:
-        """Say whether a checkpoint may hold this tensor without anybody reading it."""
-        return name.endswith(IGNORED_SUFFIXES) or (self.config.tied_embeddings and name == "lm_head.weight")
+        return self._embedding.new_empty(num_rows, self.config.vocab_size)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, caches: list[KVCache]) -> Tensor:
@@ -98,9 +95,15 @@ class Decoder:
     def hidden(self, batch: Batch, caches: list[KVCache]) -> Hidden:
         """Compute the batch's tokens and store their keys and values; return what logits are made of."""
         x = torch.nn.functional.embedding(batch.input_ids, self._embedding)
+        if self.config.embedding_scale != 1.0:
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()  # rounded as transformers does
+        if self.config.positions is not None and self._positions is not None:
+            x = x + torch.nn.functional.embedding(batch.positions + self.config.positions.offset, self._positions)
         residual: Tensor | None = None
         for layer, cache in zip(self._layers, caches, strict=True):
-            x, residual = layer.forward(self._ops, x, residual, self._cos_sin, batch, cache)
+            rope = layer.config.rope
+            cos_sin = self._no_rotation if rope is None else self._cos_sin[rope]
+            x, residual = layer.forward(self._ops, x, residual, cos_sin, batch, cache)
         return Hidden(x, residual)
 
     @torch.inference_mode()
@@ -117,103 +120,69 @@ class Decoder:
         x, residual = hidden
         if wanted is not None:
             x, residual = x[wanted], None if residual is None else residual[wanted]
-        x, _ = self._ops.rms_norm(x, self._norm, self.config.rms_norm_eps, residual)
-        return self._ops.linear(x, self._head)
+        x, _ = self._norm(self._ops, x, residual)
+        logits = self._ops.linear(x, self._tied_head) if self._head is None else self._head(self._ops, x)
+        cap = self.config.final_softcap
+        return logits if not cap else torch.tanh(logits / cap) * cap
+
+
+def _make_head(config: ModelConfig, placement: Placement, quantization: Quantization) -> Linear:
+    projection = Projection(config.names.head, config.vocab_size, slice(0, config.vocab_size))
+    shape = LinearShape((projection,), config.hidden_size, slice(0, config.hidden_size), config.head_bias)
+    bias = placement.empty(config.vocab_size) if config.head_bias else None
+    return Linear(placement, shape, bias, adds_bias=True, quantization=quantization)
 
 
 class _Layer:
-    def __init__(self, config: ModelConfig, placement: Placement, shard: ShardSpec, prefix: str) -> None:
-        head = config.head_size
-        heads = shard.part(config.num_heads, "attention heads (num_attention_heads)")
-        kv_heads = shard.part(config.num_kv_heads, "KV heads (num_key_value_heads)")
-        inner = shard.part(config.intermediate_size, "features of the MLP (intermediate_size)")
-        q_part, kv_part = _times(heads, head), _times(kv_heads, head)
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        self._eps = config.rms_norm_eps
-        self._head_size = head
-        self._scale = head**-0.5
-        self._input_norm = placement.empty(config.hidden_size)
-        self._qkv = ColumnParallel(
-            placement,
-            config.hidden_size,
-            {
-                f"{attention}.q_proj": (config.num_heads * head, q_part),
-                f"{attention}.k_proj": (config.num_kv_heads * head, kv_part),
-                f"{attention}.v_proj": (config.num_kv_heads * head, kv_part),
-            },
-            config.qkv_bias,
-        )
-        self._output = RowParallel(
-            placement,
-            f"{attention}.o_proj",
-            config.num_heads * head,
-            q_part,
-            config.hidden_size,
-            config.output_bias,
-        )
-        self._q_norm = placement.empty(head) if config.qk_norm else None
-        self._k_norm = placement.empty(head) if config.qk_norm else None
-        self._mlp_norm = placement.empty(config.hidden_size)
-        self._gate_up = ColumnParallel(
-            placement,
-            config.hidden_size,
-            dict.fromkeys((f"{mlp}.gate_proj", f"{mlp}.up_proj"), (config.intermediate_size, inner)),
-            config.mlp_bias,
-        )
-        self._down = RowParallel(
-            placement, f"{mlp}.down_proj", config.intermediate_size, inner, config.hidden_size, config.mlp_bias
-        )
-        self.targets: dict[str, Target] = {
-            f"{prefix}.input_layernorm.weight": whole(self._input_norm),
-            f"{prefix}.post_attention_layernorm.weight": whole(self._mlp_norm),
-            **self._qkv.targets,
-            **self._output.targets,
-            **self._gate_up.targets,
-            **self._down.targets,
-        }
-        for name, norm in (("q_norm", self._q_norm), ("k_norm", self._k_norm)):
-            if norm is not None:
-                self.targets[f"{attention}.{name}.weight"] = whole(norm)
+    """Attention and MLP with the norms before them, and behind them where the model has those."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: LayerConfig,
+        placement: Placement,
+        shard: ShardSpec,
+        prefix: str,
+        quantization: Quantization,
+    ) -> None:
+        if isinstance(layer.mlp, ExpertsConfig):
+            raise ModelConfigError(f"{prefix}: experts are not supported")
+        names = config.names
+
+        def norm(name: str) -> Norm | None:
+            return Norm(placement, config.hidden_size, config.norm, f"{prefix}.{name}") if name else None
+
+        self.config = layer
+        self._residual = config.residual
+        self._input_norm = Norm(placement, config.hidden_size, config.norm, f"{prefix}.{names.input_norm}")
+        self._attention = Attention(config, layer, placement, shard, prefix, quantization)
+        self._post_attention_norm = norm(names.post_attention_norm)
+        self._mlp_norm = norm(names.mlp_norm)
+        self._mlp = Mlp(config, layer.mlp, placement, shard, prefix, quantization)
+        self._post_mlp_norm = norm(names.post_mlp_norm)
+        self.targets: dict[str, Target] = self._attention.targets | self._mlp.targets
+        for part in (self._input_norm, self._post_attention_norm, self._mlp_norm, self._post_mlp_norm):
+            self.targets |= part.targets if part else {}
 
     def finish_loading(self, ops: Ops) -> None:
-        for projection in (self._qkv, self._output, self._gate_up, self._down):
-            projection.finish_loading(ops)
+        self._attention.finish_loading(ops)
+        self._mlp.finish_loading(ops)
         self.targets.clear()
 
     def forward(
         self, ops: Ops, x: Tensor, residual: Tensor | None, cos_sin: Tensor, batch: Batch, cache: KVCache
     ) -> tuple[Tensor, Tensor]:
-        num_tokens = x.shape[0]
-        x, residual = ops.rms_norm(x, self._input_norm, self._eps, residual)
-        q, k, v = torch.split(self._qkv(ops, x), self._qkv.sizes, dim=-1)
-        q, k, v = (part.view(num_tokens, -1, self._head_size) for part in (q, k, v))
-        q = ops.rotary_and_write_kv(
-            q,
-            k,
-            v,
-            batch.positions,
-            cos_sin,
-            cache.keys,
-            cache.values,
-            batch.slot_mapping,
-            self._q_norm,
-            self._k_norm,
-            self._eps,
-        )
-        attended = ops.paged_attention(
-            q,
-            cache.keys,
-            cache.values,
-            batch.block_tables,
-            batch.query_start,
-            batch.seq_lens,
-            self._scale,
-            num_decodes=batch.num_decodes,
-        )
-        x = self._output(ops, attended.view(num_tokens, -1))
-        x, residual = ops.rms_norm(x, self._mlp_norm, self._eps, residual)
-        return self._down(ops, self._gate_up.gated(ops, x)), residual
-
-
-def _times(part: slice, factor: int) -> slice:
-    return slice(part.start * factor, part.stop * factor)
+        """Take the last part's output and the sum before it; return the same for the next layer."""
+        x, residual = self._input_norm(ops, x, residual)
+        attended = self._attention(ops, x, cos_sin, batch, cache)
+        if self._residual == "parallel":
+            read = x if self._mlp_norm is None else self._mlp_norm(ops, residual)[0]
+            return attended + self._mlp(ops, read), residual
+        if self._post_attention_norm is not None:
+            attended, _ = self._post_attention_norm(ops, attended)
+        if self._mlp_norm is not None:
+            x, residual = self._mlp_norm(ops, attended, residual)
+        x = self._mlp(ops, x)
+        if self._post_mlp_norm is not None:
+            x, _ = self._post_mlp_norm(ops, x)
+        return x, residual

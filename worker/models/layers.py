@@ -1,125 +1,137 @@
 """Layers: their parameters, which part of a checkpoint each parameter takes, and what they compute.
 
 A layer allocates the shard of its rank and names, for every tensor of the checkpoint, the view that the tensor's part
-goes to (`Target`). Weights stream straight into these views, so fused projections cost no copy.
+goes to (`Target`). Plain weights stream straight into these views, so fused projections cost no copy; how others are
+stored is the business of `octavo.worker.quantization`.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.ops import Ops
-from octavo.worker.errors import ModelConfigError
+from octavo.kernels.activations import Activation
+from octavo.kernels.ops import Ops, Prepared
+from octavo.worker.models.description import NormConfig
+from octavo.worker.models.targets import Placement, Target, whole
+from octavo.worker.quantization.plain import Unquantized
+from octavo.worker.quantization.scheme import LinearShape, Projection, Quantization
+
+_UNQUANTIZED = Unquantized()
 
 
-@dataclass(frozen=True)
-class ShardSpec:
-    """One rank's share of a tensor-parallel group."""
+class Linear:
+    """A product with a matrix, however it is stored, and a bias."""
 
-    rank: int = 0
-    world: int = 1
+    def __init__(
+        self, placement: Placement, shape: LinearShape, bias: Tensor | None, adds_bias: bool, quantization: Quantization
+    ) -> None:
+        # Parts of a fused projection are stored alike: the formats leave out whole layers.
+        self._stored = quantization.scheme_of(shape.projections[0].prefix).make(placement, shape)
+        self._dtype = placement.dtype
+        self._weights: list[Prepared] = []  # prepared; several where they could not be joined
+        self.bias = bias
+        self._added = bias if adds_bias else None
+        self.targets = dict(self._stored.targets) | self._bias_targets(shape)
 
-    def part(self, total: int, what: str) -> slice:
-        """Return this rank's part of `total` equal things.
+    def _bias_targets(self, shape: LinearShape) -> dict[str, Target]:
+        targets: dict[str, Target] = {}
+        start = 0
+        for projection in shape.projections if self.bias is not None else ():
+            assert self.bias is not None  # noqa: S101 - for the type checker
+            view = self.bias[start : start + projection.num_taken]
+            targets[f"{projection.prefix}.bias"] = Target(
+                view, (projection.features,), (projection.part,), projection.order
+            )
+            start += projection.num_taken
+        return targets
 
-        Raises:
-            ModelConfigError: they cannot be split evenly.
-        """
-        if total % self.world:
-            raise ModelConfigError(f"{total} {what} cannot be split evenly over {self.world} ranks")
-        size = total // self.world
-        return slice(self.rank * size, (self.rank + 1) * size)
+    def finish_loading(self, ops: Ops) -> None:
+        """Bring the weight into the backend's form; targets are invalid from here on."""
+        self._weights = [ops.prepare_weight(weight, self._dtype) for weight in self._stored.finish()]
+        del self._stored
+        self.targets.clear()
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        """Multiply [T, K] to [T, N]."""
+        if len(self._weights) == 1:
+            return ops.linear(x, self._weights[0], self._added)
+        product = torch.cat([ops.linear(x, weight) for weight in self._weights], dim=-1)
+        return product if self._added is None else product + self._added
+
+    def gated(self, ops: Ops, x: Tensor, activation: Activation) -> Tensor:
+        """Multiply by two fused projections, gate first, to ``act(gate) * up``: [T, N / 2]."""
+        if len(self._weights) == 1:
+            return ops.linear_act_and_mul(x, self._weights[0], self._added, activation)
+        return ops.act_and_mul(self(ops, x), activation)
 
 
-@dataclass(frozen=True)
-class Target:
-    """Where a tensor of the checkpoint goes."""
-
-    view: Tensor  # into a parameter
-    full_shape: tuple[int, ...]  # of the tensor in the checkpoint
-    part: tuple[slice, ...]  # of it that this rank takes; same rank as full_shape
-
-
-@dataclass(frozen=True)
-class Placement:
-    """How parameters are made."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-    def empty(self, *shape: int) -> Tensor:
-        """Return an uninitialised parameter; the loader proves that every element is written."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-
-class ColumnParallel:
+class ColumnParallel(Linear):
     """Several projections of one input, fused; each rank computes its part of every output."""
 
     def __init__(
-        self, placement: Placement, in_features: int, outputs: dict[str, tuple[int, slice]], bias: bool
+        self,
+        placement: Placement,
+        in_features: int,
+        projections: tuple[Projection, ...],
+        bias: bool,
+        quantization: Quantization = _UNQUANTIZED,
+        *,
+        transposed: bool = False,
     ) -> None:
         """Allocate the shard.
 
         Args:
             placement: dtype and device.
             in_features: of the input.
-            outputs: checkpoint prefix of each projection -> its full number of features and this rank's part of them.
+            projections: of the checkpoint, with this rank's part of each.
             bias: whether the projections have one.
+            quantization: how the weights are stored.
+            transposed: whether the checkpoint has [inputs, outputs].
         """
-        sizes = [part.stop - part.start for _, part in outputs.values()]
-        self.sizes = sizes
-        self.weight = placement.empty(sum(sizes), in_features)
-        self.bias = placement.empty(sum(sizes)) if bias else None
-        self.targets: dict[str, Target] = {}
-        start = 0
-        for (prefix, (full, part)), size in zip(outputs.items(), sizes, strict=True):
-            view = self.weight[start : start + size]
-            self.targets[f"{prefix}.weight"] = Target(view, (full, in_features), (part, slice(0, in_features)))
-            if self.bias is not None:
-                self.targets[f"{prefix}.bias"] = Target(self.bias[start : start + size], (full,), (part,))
-            start += size
-
-    def finish_loading(self, ops: Ops) -> None:
-        """Bring the weight into the backend's form; targets are invalid from here on."""
-        self.weight = ops.prepare_weight(self.weight)
-        self.targets.clear()
-
-    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
-        """Project [num_tokens, in_features] to [num_tokens, sum of this rank's features]."""
-        return ops.linear(x, self.weight, self.bias)
-
-    def gated(self, ops: Ops, x: Tensor) -> Tensor:
-        """Project two fused projections, gate first, to ``silu(gate) * up``: [num_tokens, half of the features]."""
-        return ops.linear_silu_and_mul(x, self.weight, self.bias)
+        shape = LinearShape(projections, in_features, slice(0, in_features), bias, transposed)
+        taken = placement.empty(sum(p.num_taken for p in projections)) if bias else None
+        super().__init__(placement, shape, taken, adds_bias=True, quantization=quantization)
 
 
-class RowParallel:
+class RowParallel(Linear):
     """A projection whose input is split: each rank computes its share of the sum."""
 
     def __init__(
-        self, placement: Placement, prefix: str, in_features: int, part: slice, out_features: int, bias: bool
+        self,
+        placement: Placement,
+        prefix: str,
+        in_features: int,
+        part: slice,
+        out_features: int,
+        bias: bool,
+        quantization: Quantization = _UNQUANTIZED,
+        *,
+        transposed: bool = False,
     ) -> None:
-        self.weight = placement.empty(out_features, part.stop - part.start)
-        self.bias = placement.empty(out_features) if bias else None
+        projection = Projection(prefix, out_features, slice(0, out_features))
+        shape = LinearShape((projection,), in_features, part, bias, transposed)
         # The ranks' products are summed, so one of them alone may add the bias.
-        self._adds_bias = part.start == 0
-        self.targets = {
-            f"{prefix}.weight": Target(self.weight, (out_features, in_features), (slice(0, out_features), part))
-        }
+        super().__init__(
+            placement,
+            shape,
+            placement.empty(out_features) if bias else None,
+            adds_bias=part.start == 0,
+            quantization=quantization,
+        )
+
+
+class Norm:
+    """A norm over the last dimension, which every rank computes whole."""
+
+    def __init__(self, placement: Placement, size: int, config: NormConfig, prefix: str) -> None:
+        self.config = config
+        self.weight = placement.empty(size)
+        self.bias = placement.empty(size) if config.kind == "layer" else None
+        self.targets = {f"{prefix}.weight": whole(self.weight)}
         if self.bias is not None:
-            self.targets[f"{prefix}.bias"] = Target(self.bias, (out_features,), (slice(0, out_features),))
+            self.targets[f"{prefix}.bias"] = whole(self.bias)
 
-    def finish_loading(self, ops: Ops) -> None:
-        """Bring the weight into the backend's form; targets are invalid from here on."""
-        self.weight = ops.prepare_weight(self.weight)
-        self.targets.clear()
-
-    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
-        """Project [num_tokens, this rank's in_features] to this rank's share of the sum: [num_tokens, out_features]."""
-        return ops.linear(x, self.weight, self.bias if self._adds_bias else None)
-
-
-def whole(view: Tensor) -> Target:
-    """Return the target of a tensor that every rank holds whole."""
-    return Target(view, tuple(view.shape), tuple(slice(0, n) for n in view.shape))
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Add the residual [T, H], if any, and normalise; return the result and the sum."""
+        if self.bias is not None:
+            return ops.layer_norm(x, self.weight, self.bias, self.config.eps, residual)
+        return ops.rms_norm(x, self.weight, self.config.eps, residual, unit_offset=self.config.unit_offset)

@@ -1,11 +1,33 @@
-"""Frequencies of the rotary embedding."""
+"""Tables of the rotary embedding."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from octavo.worker.models.config import RopeConfig
+from octavo.kernels.ops import Ops
+from octavo.worker.models.rope_config import RopeConfig
+from octavo.worker.models.targets import Placement
+
+
+def rotary_table(
+    ops: Ops, config: RopeConfig | None, head_size: int, max_positions: int, placement: Placement
+) -> Tensor:
+    """Return cosines and sines [max_positions, rotated dimensions] float32.
+
+    Args:
+        ops: the backend's operations.
+        config: None: nothing is rotated; the table then turns one pair by nothing.
+        head_size: dimensions of a head.
+        max_positions: lines.
+        placement: the device.
+    """
+    if config is None:
+        table = torch.tensor([[1.0, 0.0]]).repeat(max_positions, 1)
+    else:
+        rotated = int(head_size * config.rotated_share)
+        table = ops.rotary_cos_sin(inverse_frequencies(config, rotated), max_positions)
+    return table.to(placement.device)
 
 
 def inverse_frequencies(config: RopeConfig, head_size: int) -> Tensor:

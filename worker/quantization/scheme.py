@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from octavo.kernels.weights import Weight
-from octavo.worker.models.layers import Placement, Target
+from octavo.worker.models.targets import Placement, Target
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,12 @@ class Projection:
     prefix: str  # of its tensors: model.layers.0.self_attn.q_proj
     features: int  # outputs in the checkpoint
     part: slice  # of them
-    order: Tensor | None = None  # the same as an index, where they are not taken as they lie
+    order: Tensor | None = None  # [n] int64: the same as an index, where they are not taken as they lie
+
+    @property
+    def num_taken(self) -> int:
+        """Outputs that this rank takes."""
+        return self.part.stop - self.part.start if self.order is None else len(self.order)
 
 
 @dataclass(frozen=True)

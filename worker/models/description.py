@@ -1,0 +1,126 @@
+"""What a decoder is made of: the description that config.json is read into and the decoder is built from."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from octavo.kernels.activations import Activation
+from octavo.worker.models.rope_config import RopeConfig
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """A norm over the hidden size, or over a head.
+
+    rms: ``x * rsqrt(mean(x ** 2) + eps)``, times the weight, or times (1 + weight) where `unit_offset`; layer: mean and
+    variance, weight and bias.
+    """
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    unit_offset: bool = False
+
+
+@dataclass(frozen=True)
+class MlpConfig:
+    """``down(act(gate(x)) * up(x))`` where gated, else ``down(act(up(x)))``."""
+
+    size: int
+    activation: Activation = "silu"
+    is_gated: bool = True
+    has_bias: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A gated MLP for each expert; a token goes to the `top_k` that the router gives the most weight."""
+
+    num_experts: int
+    top_k: int
+    size: int  # of each expert
+    renormalize: bool  # whether the weights of the chosen ones are made to sum to 1
+    activation: Activation = "silu"
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What may differ from layer to layer."""
+
+    mlp: MlpConfig | ExpertsConfig
+    window: int = 0  # tokens that attention sees; 0: all
+    rope: int | None = 0  # index into the model's rotary embeddings; None: none
+
+
+@dataclass(frozen=True)
+class LearnedPositions:
+    """A table of embeddings that are added to those of the ids; position p takes line p + offset."""
+
+    num_lines: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """What a checkpoint calls the tensors, without .weight and .bias; those of a layer follow its prefix."""
+
+    embedding: str = "model.embed_tokens"
+    positions: str = ""
+    layer: str = "model.layers.{}"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    input_norm: str = "input_layernorm"
+    post_attention_norm: str = ""  # of the attention's output, before it is added (residual "sandwich")
+    mlp_norm: str = "post_attention_layernorm"  # "": the MLP reads what the attention reads (residual "parallel")
+    post_mlp_norm: str = ""
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one that is fused
+    output: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one: fused, or of an MLP that is not gated
+    down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    expert: str = "mlp.experts.{}"
+    expert_up: tuple[str, str] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
+    optional_prefix: str = ""  # of all names but the head's, which some checkpoints leave out
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder.
+
+    The residual is built in one of three ways: "pre": each part reads a norm of the sum so far and is added to it;
+    "sandwich": as before, and a norm stands behind each part too; "parallel": attention and MLP read the same sum.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_positions: int
+    norm: NormConfig
+    layers: tuple[LayerConfig, ...]
+    tied_embeddings: bool
+    dtype: str  # of the checkpoint: float32, float16 or bfloat16
+    ropes: tuple[RopeConfig, ...] = ()
+    positions: LearnedPositions | None = None
+    residual: Literal["pre", "sandwich", "parallel"] = "pre"
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output projection
+    qkv_by_group: bool = False  # a fused projection holds, for each KV head, its query heads, then key, then value
+    qk_norm: NormConfig | None = None  # of each head of queries and keys, before the rotary embedding
+    attention_scale: float | None = None  # None: head_size ** -0.5
+    attention_softcap: float = 0.0  # 0: none
+    final_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    head_bias: bool = False
+    transposed: bool = False  # matrices of the layers are stored as [inputs, outputs]
+    names: TensorNames = field(default_factory=TensorNames)
+    ignored: tuple[str, ...] = ()  # ends of names of tensors that nobody reads
+    quantization: dict[str, Any] | None = None  # quantization_config as it stands
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the decoder."""
+        return len(self.layers)

@@ -1,0 +1,78 @@
+"""What several families read alike from config.json."""
+
+from typing import NamedTuple
+
+from octavo.kernels.activations import Activation
+from octavo.worker.errors import ModelConfigError
+from octavo.worker.models.fields import Fields
+
+ROTARY_TABLES = (".rotary_emb.inv_freq",)
+"""Tensors that old checkpoints carry and nobody reads: the tables are computed."""
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+class Heads(NamedTuple):
+    """Heads of the attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+
+
+def read_heads(fields: Fields, default_size: int | None = None, *, rotates: bool = True) -> Heads:
+    """Read num_attention_heads, num_key_value_heads and head_dim.
+
+    Args:
+        fields: of config.json.
+        default_size: of a head without head_dim; None: what hidden_size gives to each head.
+        rotates: whether heads have a rotary embedding, which needs pairs.
+
+    Raises:
+        ModelConfigError: they do not go together.
+    """
+    hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    num_kv_heads = fields.count("num_key_value_heads", num_heads)
+    if not fields.has("head_dim") and default_size is None and hidden_size % num_heads:
+        raise ModelConfigError(
+            f"hidden_size = {hidden_size} is no multiple of num_attention_heads = {num_heads}, and there is no head_dim"
+        )
+    head_size = fields.count("head_dim", hidden_size // num_heads if default_size is None else default_size)
+    return check_heads(Heads(num_heads, num_kv_heads, head_size), rotates=rotates)
+
+
+def check_heads(heads: Heads, *, rotates: bool = True) -> Heads:
+    """Return the heads if they go together.
+
+    Raises:
+        ModelConfigError: they do not.
+    """
+    if rotates and heads.head_size % 2:
+        raise ModelConfigError(f"head_dim = {heads.head_size} is odd: rotary embedding needs pairs")
+    if heads.num_heads % heads.num_kv_heads:
+        raise ModelConfigError(
+            f"num_attention_heads = {heads.num_heads} is no multiple of num_key_value_heads = {heads.num_kv_heads}"
+        )
+    return heads
+
+
+def read_activation(fields: Fields, name: str, default: str) -> Activation:
+    """Read an activation by the names that transformers gives them."""
+    return _ACTIVATIONS[fields.choice(name, default, tuple(_ACTIVATIONS))]
+
+
+def read_dtype(fields: Fields) -> str:
+    """Read the dtype of the checkpoint."""
+    dtype = fields.raw("dtype") if fields.raw("dtype") is not None else fields.raw("torch_dtype")
+    dtype = dtype or "float32"
+    if dtype not in ("float32", "float16", "bfloat16"):
+        raise ModelConfigError(f"dtype = {dtype!r} is not supported; supported are float32, float16, bfloat16")
+    return str(dtype)
