@@ -10,7 +10,7 @@ import pytest
 from octavo.v1 import generation_pb2 as pb
 from octavo.wire.requests import BeamParams
 from tests.models.test_beam_search import MAX_TOKENS, theirs
-from tests.models.test_parity_tiny import write_with_transformers
+from tests.support.architectures import write_with_transformers
 from tests.support.frontend_client import Collected
 from tests.support.service import Service, free_port
 from tests.support.tiny_tokenizers import EOS_ID, byte_level, write_model_folder

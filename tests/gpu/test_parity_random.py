@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.test_parity_tiny import write_with_transformers
+from tests.support.architectures import write_with_transformers
 from tests.support.gpu import CUDA, DEVICE, ON_GPU_OR_INTERPRETED, load_gpu
 from tests.support.parity import Oracle, run_together
 

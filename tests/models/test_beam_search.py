@@ -16,7 +16,7 @@ from octavo.wire.ids import BootId, SessionId
 from octavo.wire.plan import RowSampling
 from octavo.wire.requests import BeamParams, FinishReason, SubmitRequest, num_candidates
 from octavo.worker.runner import EagerRunner
-from tests.models.test_parity_tiny import write_with_transformers
+from tests.support.architectures import write_with_transformers
 from tests.support.core_driver import FRONTEND, make_config
 from tests.support.fake_frontend import Received
 from tests.support.tiny_models import load_eager

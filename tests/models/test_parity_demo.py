@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from octavo.wire.plan import RowSampling
 from octavo.worker.runner import EagerRunner
-from tests.models.test_parity_tiny import logits_of
+from tests.support.architectures import logits_of
 from tests.support.plan_driver import PlanDriver, generate, logprob_bits, tokens_of
 from tests.support.tiny_models import load_eager
 

@@ -16,7 +16,7 @@ from octavo.worker.errors import PlanError
 from octavo.worker.interface import Runner
 from octavo.worker.models.decoder import Decoder
 from octavo.worker.models.interface import Hidden
-from tests.models.test_parity_tiny import CONFIGS, write_with_transformers
+from tests.support.architectures import CONFIGS, write_with_transformers
 from tests.support.plan_driver import GREEDY, PlanDriver, faults_of, generate, tokens_of
 from tests.support.tiny_models import load_eager, load_worker
 
