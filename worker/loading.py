@@ -294,7 +294,8 @@ def _check_memory(chosen: _Choices) -> None:
     """Refuse weights that cannot fit before any of them is allocated."""
     config, device = chosen.config, chosen.placement.device
     needed = weight_bytes(chosen.model, chosen.placement.dtype, chosen.shard)
-    needed += chosen.max_model_len * chosen.model.head_size * torch.float32.itemsize  # the rotary table
+    tables = max(1, len(chosen.model.ropes))  # of the rotary embeddings
+    needed += tables * chosen.max_model_len * chosen.model.head_size * torch.float32.itemsize
     free, total = memory.free_and_total(device)
     if needed > free:
         raise MemoryShortage(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.architectures import CONFIGS, logits_of, write_with_transformers
+from tests.support.architectures import CONFIGS, expected_logits, logits_of, write_with_transformers
 from tests.support.plan_driver import PlanDriver
 from tests.support.tiny_models import load_eager
 
@@ -15,13 +15,23 @@ from tests.support.tiny_models import load_eager
 def test_logits_agree(tmp_path: Path, name: str, backend: str) -> None:
     theirs = write_with_transformers(tmp_path, *CONFIGS[name])
     runner = load_eager(tmp_path, backend=backend)
-    ids = torch.randint(97, (100,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        expected = theirs(ids[None]).logits[0]
+    ids = torch.randint(97, (100,), generator=torch.Generator().manual_seed(1)).tolist()
+    expected = expected_logits(theirs, ids)
     assert expected.std() > 0.3
     for chunks in ([100], [1, 7, 33, 16, 5, 2, *([1] * 36)]):
-        ours = logits_of(runner._model, runner._caches, ids.tolist(), chunks, runner.rows.limits.block_size)
+        ours = logits_of(runner._model, runner._caches, ids, chunks, runner.rows.limits.block_size)
         assert (ours - expected).abs().max() < 1e-3, chunks
+
+
+@pytest.mark.parametrize("served", [32, 33])
+def test_longrope_takes_its_factors_by_the_length_that_is_served(tmp_path: Path, served: int) -> None:
+    """transformers takes them by the length of each sequence: both agree on sequences as long as those that are served."""
+    theirs = write_with_transformers(tmp_path, *CONFIGS["phi3-longrope"])
+    runner = load_eager(tmp_path, max_model_len=served)
+    ids = torch.randint(97, (served,), generator=torch.Generator().manual_seed(1)).tolist()
+    expected = expected_logits(theirs, ids)
+    ours = logits_of(runner._model, runner._caches, ids, [served], runner.rows.limits.block_size)
+    assert (ours - expected).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])

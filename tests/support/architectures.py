@@ -1,5 +1,6 @@
 """Tiny random models of every architecture, written by transformers, and what both compute from them."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.5],
+    "long_factor": [1.0, 2.0, 3.5, 5.0],
+    "original_max_position_embeddings": 32,
+}
+SOME_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-untied": ("llama", {"tie_word_embeddings": False}),
@@ -26,6 +36,24 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-head-80": ("llama", {"head_dim": 80, "num_hidden_layers": 1}),
     "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 100.0}}),
+    "llama-dynamic": (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0},
+            "max_position_embeddings": 32,
+        },
+    ),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-yarn-all": (
+        "llama",
+        {
+            "rope_parameters": YARN
+            | {"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+            "max_position_embeddings": 32,
+        },
+    ),
+    "llama-yarn-factor": ("llama", {"rope_parameters": YARN | {"attention_factor": 0.8}}),
+    "llama-longrope": ("llama", {"rope_parameters": LONGROPE | {"attention_factor": 1.3}}),
     "llama-eps": ("llama", {"rms_norm_eps": 0.5}),
     "qwen2": ("qwen2", {"use_sliding_window": False}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
@@ -33,10 +61,38 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied": ("qwen3", {"head_dim": 20, "tie_word_embeddings": True, "num_key_value_heads": 6}),
     "qwen3-biases": ("qwen3", {"head_dim": 8, "attention_bias": True, "rms_norm_eps": 0.5}),
     "qwen3-default-head": ("qwen3", {"num_hidden_layers": 1}),
+    "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 20, "layer_types": SOME_WINDOWS}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral-window": ("mistral", {"sliding_window": 17, "tie_word_embeddings": True}),
+    "ministral": ("ministral", {"sliding_window": 6, "head_dim": 8, "layer_types": SOME_WINDOWS}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}),
+    "smollm3-window": (
+        "smollm3",
+        {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 12, "tie_word_embeddings": True},
+    ),
+    "phi3": ("phi3", {"sliding_window": 19}),
+    "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
+    "phi3-partial": (
+        "phi3",
+        {
+            "rope_parameters": LONGROPE
+            | {"partial_rotary_factor": 0.75, "short_factor": [1.0] * 3, "long_factor": [1.0, 2.0, 3.0]},
+            "original_max_position_embeddings": 32,
+        },
+    ),
 }
 """Name of a case -> kind of model (a key of KINDS) and how its config differs from that of `base_values`."""
 
-KINDS: dict[str, str] = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+KINDS: dict[str, str] = {
+    "llama": "Llama",
+    "ministral": "Ministral",
+    "mistral": "Mistral",
+    "phi3": "Phi3",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "smollm3": "SmolLM3",
+}
 """Kind of model -> what the names of its config and its model in transformers begin with."""
 
 
@@ -53,6 +109,7 @@ def base_values(kind: str) -> dict[str, Any]:
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         "tie_word_embeddings": False,
+        "pad_token_id": None,  # transformers' defaults lie behind the vocabulary
     }
 
 
@@ -71,6 +128,22 @@ def write_with_transformers(folder: Path, kind: str, changes: dict[str, Any]) ->
     model.eval()
     model.save_pretrained(folder)
     return model
+
+
+@torch.inference_mode()
+def expected_logits(theirs: Any, ids: list[int]) -> Tensor:
+    """Return transformers' logits at every position of one sequence: [len(ids), vocab_size].
+
+    It is computed whole; but where the rotary embedding grows with the sequence (dynamic), token by token, as it would
+    be generated: transformers' keys are then those that a longer sequence finds in its cache.
+    """
+    if theirs.config.rope_parameters.get("rope_type") != "dynamic":
+        return theirs(torch.tensor([ids])).logits[0]  # type: ignore[no-any-return]
+    import transformers
+
+    name = "cache" if "cache" in inspect.signature(theirs.forward).parameters else "past_key_values"
+    cache = {name: transformers.DynamicCache(config=theirs.config)}
+    return torch.cat([theirs(torch.tensor([[token]]), **cache).logits[0] for token in ids])
 
 
 def logits_of(model: Model, caches: list[KVCache], ids: list[int], chunks: list[int], block_size: int) -> Tensor:

@@ -1,6 +1,7 @@
 """config.json: what is supported is read exactly, everything else is refused by name."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,18 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.5, 2, 3],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "original_max_position_embeddings": 64,
+}
+MISTRAL: dict[str, Any] = TINY_LLAMA | {"architectures": ["MistralForCausalLM"]}
+PHI3: dict[str, Any] = TINY_LLAMA | {"architectures": ["Phi3ForCausalLM"]}
+SMOLLM3: dict[str, Any] = TINY_LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 8}
 
 
 def llama(**changes: Any) -> dict[str, Any]:
@@ -89,6 +102,34 @@ def test_head_size_may_differ_from_hidden_size_over_heads() -> None:
         ({"rope_scaling": {"rope_type": "linear", "type": None, "factor": 2}}, RopeConfig(10000.0, "linear", 2.0)),
         ({"rope_scaling": LLAMA3}, RopeConfig(10000.0, "llama3", 8.0, 1.0, 4.0, 64)),
         ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.5}},
+            RopeConfig(10000.0, "dynamic", 2.5, original_max_positions=256),
+        ),
+        (
+            {"rope_scaling": YARN | {"beta_fast": 16, "truncate": False, "attention_factor": 0.5}},
+            RopeConfig(
+                10000.0,
+                "yarn",
+                4.0,
+                original_max_positions=64,
+                attention_factor=0.5,
+                beta_fast=16.0,
+                truncates=False,
+            ),
+        ),
+        (
+            {"rope_scaling": LONGROPE | {"attention_factor": 1.25}},
+            RopeConfig(
+                10000.0,
+                "longrope",
+                4.0,
+                original_max_positions=64,
+                attention_factor=1.25,
+                short_factors=(1.0, 1.5, 2.0, 3.0),
+                long_factors=(1.0, 2.0, 4.0, 8.0),
+            ),
+        ),
     ],
 )
 def test_rope(given: dict[str, Any], expected: RopeConfig) -> None:
@@ -96,28 +137,144 @@ def test_rope(given: dict[str, Any], expected: RopeConfig) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        (YARN, 0.1 * math.log(4) + 1),
+        (YARN | {"mscale": 0.5, "mscale_all_dim": 2}, (0.05 * math.log(4) + 1) / (0.2 * math.log(4) + 1)),
+        (YARN | {"mscale": 0.5}, 0.1 * math.log(4) + 1),
+        (YARN | {"factor": 1.0}, 1.0),
+        (YARN | {"factor": None}, 0.1 * math.log(4) + 1),
+        (LONGROPE, math.sqrt(1 + math.log(4) / math.log(64))),
+        (LONGROPE | {"factor": 16}, math.sqrt(1 + math.log(16) / math.log(64))),
+        (LONGROPE | {"original_max_position_embeddings": 256}, 1.0),
+    ],
+)
+def test_attention_factor_that_follows_from_the_others(rope: dict[str, Any], expected: float) -> None:
+    assert parse_model_config(llama(rope_scaling=rope)).ropes[0].attention_factor == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        (None, 256),
+        ({"type": "linear", "factor": 2.5}, 640),
+        ({"type": "dynamic", "factor": 2.0}, 512),
+        (YARN, 256),
+        (YARN | {"factor": 40}, 2560),
+        (LLAMA3, 256),
+        (LONGROPE, 256),
+    ],
+)
+def test_positions_that_a_model_is_served_for(rope: dict[str, Any] | None, positions: int) -> None:
+    assert parse_model_config(llama(rope_scaling=rope)).max_positions == positions
+
+
+def test_names_of_older_files_for_longrope() -> None:
+    expected = parse_model_config(PHI3 | {"rope_scaling": LONGROPE}).ropes
+    beside = {k: v for k, v in LONGROPE.items() if k != "original_max_position_embeddings"}
+    for name in ("su", "yarn"):
+        given = PHI3 | {"rope_scaling": beside | {"type": name}, "original_max_position_embeddings": 64}
+        assert parse_model_config(given).ropes == expected
+
+
+@pytest.mark.parametrize("given", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}])
+def test_a_part_of_each_head_may_be_rotated(given: dict[str, Any]) -> None:
+    (rope,) = parse_model_config(PHI3 | given).ropes
+    assert (rope.rotated_share, rope.num_rotated(8)) == (0.5, 4)
+
+
+SLIDE = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (MISTRAL, (4096, 4096)),
+        (MISTRAL | {"sliding_window": None}, (0, 0)),
+        (MISTRAL | {"sliding_window": 9, "layer_types": SLIDE}, (9, 0)),
+        (PHI3, (0, 0)),
+        (PHI3 | {"sliding_window": 9}, (9, 9)),
+        (QWEN2, (0, 0)),
+        (QWEN2 | {"use_sliding_window": True}, (0, 0)),  # from layer 28 on
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 1}, (0, 4096)),
+        (QWEN3 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, (8, 8)),
+        (QWEN3 | {"use_sliding_window": True, "sliding_window": 8, "layer_types": SLIDE}, (8, 0)),
+        (SMOLLM3 | {"sliding_window": 9}, (0,) * 8),
+        (SMOLLM3 | {"sliding_window": 9, "use_sliding_window": True}, (0, 0, 0, 9) * 2),
+    ],
+)
+def test_windows_of_the_layers(config: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert tuple(layer.window for layer in parse_model_config(config).layers) == windows
+
+
+def test_layers_of_smollm3_without_a_rotary_embedding() -> None:
+    config = parse_model_config(SMOLLM3)
+    assert [layer.rope for layer in config.layers] == [0, 0, 0, None] * 2
+    assert config.ropes[0].theta == 10000.0
+    config = parse_model_config({k: v for k, v in SMOLLM3.items() if k not in ("rope_theta", "tie_word_embeddings")})
+    assert (config.ropes[0].theta, config.tied_embeddings) == (2e6, True)
+    config = parse_model_config(SMOLLM3 | {"no_rope_layers": [1, 0, 0, 1, 1, 1, 1, 0]})
+    assert [layer.rope for layer in config.layers] == [0, None, None, 0, 0, 0, 0, None]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MISTRAL | {"sliding_window": 0}, "sliding_window = 0: expected an integer from 1"),
+        (MISTRAL | {"sliding_window": 2.5}, r"sliding_window = 2\.5: expected an integer"),
+        (MISTRAL | {"layer_types": SLIDE[:1]}, "layer_types = .* expected a name for each of 2 layers"),
+        (MISTRAL | {"layer_types": [*SLIDE, SLIDE[0]]}, "layer_types = .* expected a name for each of 2 layers"),
+        (MISTRAL | {"layer_types": ["chunked_attention"] * 2}, "only full_attention, sliding_attention are"),
+        (MISTRAL | {"layer_types": SLIDE, "sliding_window": None}, "sliding_attention.*: there is no sliding_window"),
+        (QWEN2 | {"layer_types": SLIDE}, "sliding_attention.*: there is no sliding_window, or use_sliding_window"),
+        (QWEN3 | {"max_window_layers": -1}, "max_window_layers = -1: expected an integer from 0"),
+        (SMOLLM3 | {"no_rope_layers": [1, 0]}, r"no_rope_layers = \[1, 0\]: expected 0 or 1 for each of 8 layers"),
+        (SMOLLM3 | {"no_rope_layers": [2] * 8}, "no_rope_layers = .*: expected 0 or 1 for each of 8"),
+        (SMOLLM3 | {"no_rope_layer_interval": 0}, "no_rope_layer_interval = 0: expected an integer from 1"),
+        (PHI3 | {"hidden_act": "mish"}, "hidden_act = 'mish' is not supported; supported are silu"),
+        (PHI3 | {"head_dim": 9}, "head_dim = 9 is odd"),
+        (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5: expected at most 1"),
+        (PHI3 | {"partial_rotary_factor": 0.1}, "0 of 8 dimensions of a head are rotated"),
+        (PHI3 | {"partial_rotary_factor": 0.5, "rope_scaling": LONGROPE}, "short_factor has 4 numbers: expected 2"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [1.0]}}, "long_factor has 1 numbers: expected 4"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [1, 2, 3, 0]}}, "long_factor = 0: expected a finite"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": "x"}}, "short_factor = 'x': expected a list"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"short_mscale": 1.1}}, "short_mscale = 1.1: not supported"),
+    ],
+)
+def test_what_is_refused_of_windows_and_partial_rotation(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        parse_model_config(config)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
             {"architectures": ["FooForCausalLM"]},
-            "'FooForCausalLM' is not supported; supported are LlamaForCausalLM, Qwen2",
+            "'FooForCausalLM' is not supported; supported are LlamaForCausalLM, ",
         ),
         ({"architectures": []}, r"architectures = \[\]: expected a list of one name"),
         ({"architectures": "LlamaForCausalLM"}, "expected a list of one name"),
         ({"architectures": None}, "expected a list of one name"),
         ({"quantization_config": {"quant_method": "gptq"}}, "method 'gptq' is not supported; only unquantised"),
         ({"quantization_config": {}}, "method None is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; supported is silu"),
+        ({"hidden_act": "mish"}, "hidden_act = 'mish' is not supported; supported are silu, swish, gelu"),
         ({"use_sliding_window": True}, "use_sliding_window = true is not supported"),
         ({"use_sliding_window": "no"}, "use_sliding_window = 'no': expected true or false"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = .* only full_attention is"),
         ({"layer_types": [[]]}, "only full_attention is"),
         ({"layer_types": 3}, "only full_attention is"),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 2}},
-            "rope type 'yarn' is not supported; supported are default, lin",
+            {"rope_scaling": {"type": "proportional", "factor": 2}},
+            "rope type 'proportional' is not supported; supported are default, linear, dynamic, llama3, yarn, longrope",
         ),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope type 'dynamic' is not supported"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "original_max_position_embeddings is missing"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 0.5}}, "factor = 0.5: expected at least 1"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}, "head_dim": 2}, "expected at least 4 for rope type"),
+        ({"rope_scaling": YARN | {"beta_fast": 0.5}}, "beta_fast = 0.5 must not be below beta_slow = 1"),
+        ({"rope_scaling": YARN | {"truncate": 1}}, "truncate = 1: expected true or false"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta = 1.0: expected a number above 1"),
         ({"rope_scaling": {"rope_type": [], "type": ["x"]}}, r"rope type \['x'\] is not supported"),
         ({"rope_scaling": "linear"}, "rope_scaling = 'linear': expected an object"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
@@ -130,7 +287,7 @@ def test_rope(given: dict[str, Any], expected: RopeConfig) -> None:
             {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": None}},
             "original_max_position_embeddings is mis",
         ),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: not supported for LlamaForCausalLM"),
         ({"rope_theta": float("nan")}, "rope_theta = nan: expected a finite number"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps = 10+: expected a finite number"),
         ({"rms_norm_eps": True}, "rms_norm_eps = True: expected a finite number"),
@@ -179,6 +336,7 @@ def test_an_oversized_file_is_not_read(tmp_path: Path) -> None:
         QWEN2,
         QWEN3,
         QWEN3 | {"attention_bias": True, "tie_word_embeddings": False},
+        PHI3,
         llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=False, head_dim=16),
     ],
 )

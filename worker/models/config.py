@@ -7,14 +7,19 @@ from typing import Any
 
 from octavo.worker.errors import ModelConfigError
 from octavo.worker.models.description import ModelConfig
-from octavo.worker.models.families import llama
+from octavo.worker.models.families import llama, mistral, phi3, qwen, smollm3
 from octavo.worker.models.fields import Fields
+from octavo.worker.models.rope_config import check_rope
 from octavo.worker.quantization.methods import method_of
 
 MAX_CONFIG_BYTES = 2**20
 
 _FAMILIES: dict[str, Callable[[str, Fields], ModelConfig]] = {
     **llama.ARCHITECTURES,
+    **mistral.ARCHITECTURES,
+    **phi3.ARCHITECTURES,
+    **qwen.ARCHITECTURES,
+    **smollm3.ARCHITECTURES,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 """Names in config.json's `architectures` that the decoder is described for."""
@@ -62,7 +67,10 @@ def parse_model_config(values: dict[str, Any]) -> ModelConfig:
             f"architecture {architecture!r} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     method_of(values.get("quantization_config"))
-    return _FAMILIES[architecture](architecture, Fields(values))
+    config = _FAMILIES[architecture](architecture, Fields(values))
+    for rope in config.ropes:
+        check_rope(rope, config.head_size)
+    return config
 
 
 def architecture_of(values: dict[str, Any]) -> str:

@@ -23,6 +23,16 @@ class Fields:
         """Say whether one of these values is there."""
         return any(self._values.get(name) is not None for name in names)
 
+    def names(self, name: str) -> bool:
+        """Say whether the object has this key, be its value null."""
+        return name in self._values
+
+    def with_defaults(self, defaults: dict[str, Any]) -> "Fields":
+        """Return the same object with values for those that are absent."""
+        return Fields(
+            defaults | {k: v for k, v in self._values.items() if v is not None or k not in defaults}, self._path
+        )
+
     def raw(self, name: str) -> Any:
         """Return a value as it stands, None if it is absent."""
         return self._values.get(name)
@@ -45,12 +55,28 @@ class Fields:
             raise self.refusal(name, value, f"expected a list of {count} numbers")
         return tuple(_number(self, name, entry, above) for entry in value)
 
+    def all_numbers(self, name: str, above: float) -> tuple[float, ...]:
+        """Return a list of finite numbers above a bound, however many."""
+        value = self._get(name, None)
+        if not isinstance(value, list):
+            raise self.refusal(name, value, "expected a list of numbers")
+        return self.numbers(name, len(value), above)
+
     def flag(self, name: str, default: bool) -> bool:
         """Return true or false."""
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self.refusal(name, value, "expected true or false")
         return value
+
+    def flags(self, name: str, count: int) -> tuple[bool, ...] | None:
+        """Return a list of 0 and 1, or false and true, for each of `count` layers, None if it is absent."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != count or not all(e in (0, 1) for e in value):
+            raise self.refusal(name, value, f"expected 0 or 1 for each of {count} layers")
+        return tuple(bool(e) for e in value)
 
     def choice(self, name: str, default: str | None, supported: Sequence[str]) -> str:
         """Return one of the names that are supported."""
@@ -79,9 +105,9 @@ class Fields:
             raise ModelConfigError(
                 f"{self._path}{name} = {value!r} is not supported; only {', '.join(supported)} {_are(supported)}"
             )
-        if len(value) < count:
+        if len(value) != count:
             raise self.refusal(name, value, f"expected a name for each of {count} layers")
-        return tuple(value[:count])
+        return tuple(value)
 
     def refusal(self, name: str, value: object, why: str) -> ModelConfigError:
         """Return the error that says what is wrong with a value."""

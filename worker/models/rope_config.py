@@ -1,54 +1,196 @@
 """The rotary embedding as config.json describes it."""
 
+import math
 from dataclasses import dataclass
 
 from octavo.worker.errors import ModelConfigError
 from octavo.worker.models.fields import Fields
 
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_OLDER_NAMES = {"su": "longrope"}
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding; `factor` and the llama3 numbers are those of config.json."""
+    """Rotary embedding; what `worker.models.rope` makes of the numbers is said there."""
 
     theta: float
     kind: str = "default"
     factor: float = 1.0
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
-    original_max_positions: int = 0
+    original_max_positions: int = 0  # of dynamic, llama3, yarn and longrope: what the model was trained for first
     rotated_share: float = 1.0  # of a head's dimensions, the first ones
+    attention_factor: float = 1.0  # cosines and sines are multiplied by it: yarn and longrope
+    beta_fast: float = 32.0  # yarn: dimensions that turn so often in the original length stay as they are
+    beta_slow: float = 1.0  # and those that turn so seldom are stretched by the whole factor
+    truncates: bool = True  # whether the bounds between them are whole dimensions
+    short_factors: tuple[float, ...] = ()  # longrope: of each pair of dimensions
+    long_factors: tuple[float, ...] = ()
+
+    def num_rotated(self, head_size: int) -> int:
+        """Return how many dimensions of a head are rotated, as they come out of the share; an odd one takes a pair."""
+        return int(head_size * self.rotated_share)
+
+    def longest(self, max_positions: int) -> int:
+        """Return the positions that a model is good for.
+
+        linear, dynamic and yarn stretch those that config.json gives (yarn: the original ones) by their factor; for the
+        others config.json gives the stretched ones.
+        """
+        if self.kind in ("linear", "dynamic"):
+            return max(max_positions, int(max_positions * self.factor))
+        if self.kind == "yarn":
+            return max(max_positions, int(self.original_max_positions * self.factor))
+        return max_positions
 
 
 def parse_rope(fields: Fields, given: Fields, theta: float = 10000.0) -> RopeConfig:
     """Read one rotary embedding.
 
     Args:
-        fields: of config.json, where older files have rope_theta.
+        fields: of config.json, where older files have rope_theta, partial_rotary_factor and
+            original_max_position_embeddings.
         given: rope_parameters, or the older rope_scaling.
         theta: where neither has one.
 
     Raises:
         ModelConfigError: its type is not supported, or a number is missing or malformed.
     """
-    kind = given.raw("rope_type") or given.raw("type") or "default"
-    if kind not in SUPPORTED_ROPE_TYPES:
-        raise ModelConfigError(f"rope type {kind!r} is not supported; supported are {', '.join(SUPPORTED_ROPE_TYPES)}")
+    kind = _kind(given)
     theta = (given if given.has("rope_theta") else fields).number("rope_theta", theta, above=0.0)
+    share = _share(fields, given)
     if kind == "default":
-        return RopeConfig(theta)
+        return RopeConfig(theta, rotated_share=share)
+    if kind == "yarn":
+        return _yarn(fields, given, theta, share)
+    if kind == "longrope":
+        return _longrope(fields, given, theta, share)
     factor = given.number("factor", None, above=0.0)
     if kind == "linear":
-        return RopeConfig(theta, kind, factor)
+        return RopeConfig(theta, kind, factor, rotated_share=share)
+    if kind == "dynamic":
+        original = fields.count("max_position_embeddings")
+        return RopeConfig(theta, kind, _stretch(given), original_max_positions=original, rotated_share=share)
     low = given.number("low_freq_factor", None, above=0.0)
     high = given.number("high_freq_factor", None, above=0.0)
     if high <= low:
         raise ModelConfigError(f"high_freq_factor = {high} must be above low_freq_factor = {low}")
-    return RopeConfig(theta, kind, factor, low, high, given.count("original_max_position_embeddings"))
+    return RopeConfig(theta, kind, factor, low, high, _original(fields, given), share)
 
 
 def given_rope(fields: Fields) -> Fields:
     """Return what config.json says of its one rotary embedding: rope_parameters over the older rope_scaling."""
     older, newer = fields.part("rope_scaling"), fields.part("rope_parameters")
     return newer or older or Fields({})
+
+
+def check_rope(rope: RopeConfig, head_size: int) -> None:
+    """Check that a rotary embedding fits the heads.
+
+    Raises:
+        ModelConfigError: it does not.
+    """
+    rotated = rope.num_rotated(head_size)
+    least = 4 if rope.kind == "dynamic" else 1  # the exponent of dynamic is r / (r - 2)
+    if rotated < least:
+        raise ModelConfigError(
+            f"{rotated} of {head_size} dimensions of a head are rotated (partial_rotary_factor = "
+            f"{rope.rotated_share:g}): expected at least {least} for rope type {rope.kind}"
+        )
+    pairs = (rotated + 1) // 2
+    for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
+        if rope.kind == "longrope" and len(factors) != pairs:
+            raise ModelConfigError(
+                f"{name} has {len(factors)} numbers: expected {pairs}, one for each rotated pair of a head"
+            )
+
+
+def _kind(given: Fields) -> str:
+    kind = given.raw("rope_type") or given.raw("type") or "default"
+    if isinstance(kind, str):
+        kind = _OLDER_NAMES.get(kind, kind)
+    if kind not in SUPPORTED_ROPE_TYPES:
+        raise ModelConfigError(f"rope type {kind!r} is not supported; supported are {', '.join(SUPPORTED_ROPE_TYPES)}")
+    if kind == "yarn" and given.has("short_factor"):
+        return "longrope"  # what the first Phi-3 files call it
+    return str(kind)
+
+
+def _share(fields: Fields, given: Fields) -> float:
+    source = given if given.has("partial_rotary_factor") else fields
+    share = source.number("partial_rotary_factor", 1.0, above=0.0)
+    if share > 1.0:
+        raise source.refusal("partial_rotary_factor", share, "expected at most 1")
+    return share
+
+
+def _original(fields: Fields, given: Fields) -> int:
+    """Read the original length: beside the rotary embedding, as Phi-3 has it, or in it."""
+    source = fields if fields.has("original_max_position_embeddings") else given
+    return source.count("original_max_position_embeddings")
+
+
+def _stretch(given: Fields, default: float | None = None) -> float:
+    factor = given.number("factor", default, above=0.0)
+    if factor < 1.0:
+        raise given.refusal("factor", factor, "expected at least 1")
+    return factor
+
+
+def _yarn(fields: Fields, given: Fields, theta: float, share: float) -> RopeConfig:
+    original = _original(fields, given)
+    factor = _stretch(given, fields.count("max_position_embeddings") / original)
+    fast, slow = given.number("beta_fast", 32.0, above=0.0), given.number("beta_slow", 1.0, above=0.0)
+    if fast < slow:
+        raise ModelConfigError(f"beta_fast = {fast} must not be below beta_slow = {slow}")
+    if theta <= 1.0:
+        raise fields.refusal("rope_theta", theta, "expected a number above 1 for rope type yarn")
+    scale, all_dim = (given.number(name, 0.0, above=-1.0) for name in ("mscale", "mscale_all_dim"))
+    if given.has("attention_factor"):
+        attention = given.number("attention_factor", None, above=0.0)
+    elif scale and all_dim:
+        attention = _magnitude(factor, scale) / _magnitude(factor, all_dim)
+    else:
+        attention = _magnitude(factor, 1.0)
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        original_max_positions=original,
+        rotated_share=share,
+        attention_factor=attention,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncates=given.flag("truncate", True),
+    )
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _longrope(fields: Fields, given: Fields, theta: float, share: float) -> RopeConfig:
+    for name in ("short_mscale", "long_mscale"):
+        if given.has(name):
+            raise given.refusal(name, given.raw(name), "not supported")
+    original = _original(fields, given)
+    factor = given.number("factor", fields.count("max_position_embeddings") / original, above=0.0)
+    if given.has("attention_factor"):
+        attention = given.number("attention_factor", None, above=0.0)
+    elif factor <= 1.0:
+        attention = 1.0
+    elif original == 1:
+        raise given.refusal("original_max_position_embeddings", original, "expected at least 2 for rope type longrope")
+    else:
+        attention = math.sqrt(1.0 + math.log(factor) / math.log(original))
+    return RopeConfig(
+        theta,
+        "longrope",
+        factor,
+        original_max_positions=original,
+        rotated_share=share,
+        attention_factor=attention,
+        short_factors=given.all_numbers("short_factor", above=0.0),
+        long_factors=given.all_numbers("long_factor", above=0.0),
+    )

@@ -9,6 +9,9 @@ from octavo.worker.models.fields import Fields
 ROTARY_TABLES = (".rotary_emb.inv_freq",)
 """Tensors that old checkpoints carry and nobody reads: the tables are computed."""
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""What layer_types calls a layer whose tokens see all earlier ones, and one with a window."""
+
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -76,3 +79,42 @@ def read_dtype(fields: Fields) -> str:
     if dtype not in ("float32", "float16", "bfloat16"):
         raise ModelConfigError(f"dtype = {dtype!r} is not supported; supported are float32, float16, bfloat16")
     return str(dtype)
+
+
+def read_layer_types(fields: Fields, num_layers: int) -> tuple[str, ...] | None:
+    """Read layer_types: FULL or SLIDING for each layer, None where config.json has none."""
+    return fields.choices("layer_types", num_layers, (FULL, SLIDING))
+
+
+def read_window(fields: Fields, default: int | None) -> int:
+    """Read sliding_window: how many tokens a token sees, itself among them; 0 where it is null, which means no window.
+
+    Args:
+        fields: of config.json.
+        default: where config.json does not name it at all; None: no window.
+    """
+    if fields.has("sliding_window"):
+        return fields.count("sliding_window")
+    return 0 if fields.names("sliding_window") or default is None else default
+
+
+def windows_of(fields: Fields, layer_types: tuple[str, ...], window: int) -> tuple[int, ...]:
+    """Return the window of each layer, 0 where it has none.
+
+    Raises:
+        ModelConfigError: a layer should have a window, and there is none.
+    """
+    if SLIDING in layer_types and not window:
+        raise fields.refusal("layer_types", SLIDING, "there is no sliding_window, or use_sliding_window is not true")
+    return tuple(window if kind == SLIDING else 0 for kind in layer_types)
+
+
+def refuse_true(fields: Fields, *names: str) -> None:
+    """Refuse switches of config.json that are on.
+
+    Raises:
+        ModelConfigError: one of them is.
+    """
+    for name in names:
+        if fields.flag(name, False):
+            raise ModelConfigError(f"{name} = true is not supported")

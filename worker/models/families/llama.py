@@ -1,26 +1,63 @@
-"""Llama and what is built like it: Qwen2, Qwen3."""
+"""Llama, and what all that are built like it share."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from octavo.worker.errors import ModelConfigError
 from octavo.worker.models.description import LayerConfig, MlpConfig, ModelConfig, NormConfig
-from octavo.worker.models.families.common import ROTARY_TABLES, read_dtype, read_heads
+from octavo.worker.models.families.common import (
+    FULL,
+    ROTARY_TABLES,
+    Heads,
+    read_activation,
+    read_dtype,
+    read_heads,
+    refuse_true,
+)
 from octavo.worker.models.fields import Fields
 from octavo.worker.models.rope_config import given_rope, parse_rope
 
-_QWEN3_HEAD_SIZE = 128
-"""Of a Qwen3 config without head_dim: transformers' default, which does not follow from hidden_size."""
-
 
 def _llama(architecture: str, fields: Fields) -> ModelConfig:
-    qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
-    _refuse_unsupported(fields)
-    heads = read_heads(fields, _QWEN3_HEAD_SIZE if qwen3 else None)
-    norm = NormConfig("rms", fields.number("rms_norm_eps", 1e-6, above=0.0))
-    attention_bias = fields.flag("attention_bias", qwen2)
-    mlp = MlpConfig(
-        size=fields.count("intermediate_size"), has_bias=fields.flag("mlp_bias", False) and not (qwen2 or qwen3)
-    )
+    refuse_true(fields, "use_sliding_window")
+    num_layers = fields.count("num_hidden_layers")
+    fields.choices("layer_types", num_layers, (FULL,))
+    layer = LayerConfig(llama_mlp(fields, has_bias=fields.flag("mlp_bias", False)), rope=0)
+    bias = fields.flag("attention_bias", False)
+    return replace(llama_like(architecture, fields, (layer,) * num_layers), qkv_bias=bias, output_bias=bias)
+
+
+def llama_mlp(fields: Fields, *, has_bias: bool = False) -> MlpConfig:
+    """Read a gated MLP."""
+    size, activation = fields.count("intermediate_size"), read_activation(fields, "hidden_act", "silu")
+    return MlpConfig(size, activation, has_bias=has_bias)
+
+
+def llama_like(
+    architecture: str,
+    fields: Fields,
+    layers: tuple[LayerConfig, ...],
+    *,
+    heads: Heads | None = None,
+    theta: float = 10000.0,
+    rotates_whole: bool = True,
+) -> ModelConfig:
+    """Describe a decoder of RMS norms and one rotary embedding, without biases.
+
+    Args:
+        architecture: its name.
+        fields: of config.json.
+        layers: of it.
+        heads: None: as config.json has them.
+        theta: of the rotary embedding where config.json has none.
+        rotates_whole: whether it has no partial rotary embedding: what config.json says of one is refused.
+
+    Raises:
+        ModelConfigError: a value is missing, malformed or unsupported.
+    """
+    heads = read_heads(fields) if heads is None else heads
+    rope = parse_rope(fields, given_rope(fields), theta)
+    if rotates_whole and rope.rotated_share != 1.0:
+        raise fields.refusal("partial_rotary_factor", rope.rotated_share, f"not supported for {architecture}")
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
@@ -28,31 +65,15 @@ def _llama(architecture: str, fields: Fields) -> ModelConfig:
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
         head_size=heads.head_size,
-        max_positions=fields.count("max_position_embeddings"),
-        norm=norm,
-        layers=(LayerConfig(mlp),) * fields.count("num_hidden_layers"),
+        max_positions=rope.longest(fields.count("max_position_embeddings")),
+        norm=NormConfig("rms", fields.number("rms_norm_eps", 1e-6, above=0.0)),
+        layers=layers,
         tied_embeddings=fields.flag("tie_word_embeddings", False),
         dtype=read_dtype(fields),
-        ropes=(parse_rope(fields, given_rope(fields)),),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias and not qwen2,
-        qk_norm=norm if qwen3 else None,
+        ropes=(rope,),
         ignored=ROTARY_TABLES,
         quantization=fields.raw("quantization_config"),
     )
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    fields.choice("hidden_act", "silu", ("silu",))
-    if fields.has("partial_rotary_factor") and fields.raw("partial_rotary_factor") != 1.0:
-        raise ModelConfigError("partial_rotary_factor is not supported")
-    if given_rope(fields).has("partial_rotary_factor") and given_rope(fields).raw("partial_rotary_factor") != 1.0:
-        raise ModelConfigError("partial_rotary_factor is not supported")
-    if fields.flag("use_sliding_window", False):
-        raise ModelConfigError("use_sliding_window = true is not supported; only full attention is")
-    fields.choices("layer_types", 0, ("full_attention",))
-
-
-ARCHITECTURES: dict[str, Callable[[str, Fields], ModelConfig]] = dict.fromkeys(
-    ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), _llama
-)
+ARCHITECTURES: dict[str, Callable[[str, Fields], ModelConfig]] = {"LlamaForCausalLM": _llama}
