@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.worker.models.interface import Batch, KVCache, Model
+from tests.support import gpt_architectures
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -81,6 +82,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "original_max_position_embeddings": 32,
         },
     ),
+    **gpt_architectures.CONFIGS,
 }
 """Name of a case -> kind of model (a key of KINDS) and how its config differs from that of `base_values`."""
 
@@ -92,12 +94,15 @@ KINDS: dict[str, str] = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "smollm3": "SmolLM3",
+    **gpt_architectures.KINDS,
 }
 """Kind of model -> what the names of its config and its model in transformers begin with."""
 
 
 def base_values(kind: str) -> dict[str, Any]:
     """Return the config of a kind that cases change."""
+    if kind in gpt_architectures.BASES:
+        return gpt_architectures.BASES[kind]
     return {
         "vocab_size": 97,
         "hidden_size": 48,
@@ -119,11 +124,12 @@ def write_with_transformers(folder: Path, kind: str, changes: dict[str, Any]) ->
 
     torch.manual_seed(0)
     config: Any = getattr(transformers, f"{KINDS[kind]}Config")(**(base_values(kind) | changes))
-    model: Any = getattr(transformers, f"{KINDS[kind]}ForCausalLM")(config)
+    head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
+    model: Any = getattr(transformers, f"{KINDS[kind]}{head}")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # transformers' own start would hide mistakes in small logits
             parameter.normal_(0.0, 0.5 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5)
-            if "norm" in name:
+            if "norm" in name or ".ln_" in name:
                 parameter += 1.0
     model.eval()
     model.save_pretrained(folder)
@@ -137,7 +143,7 @@ def expected_logits(theirs: Any, ids: list[int]) -> Tensor:
     It is computed whole; but where the rotary embedding grows with the sequence (dynamic), token by token, as it would
     be generated: transformers' keys are then those that a longer sequence finds in its cache.
     """
-    if theirs.config.rope_parameters.get("rope_type") != "dynamic":
+    if (getattr(theirs.config, "rope_parameters", None) or {}).get("rope_type") != "dynamic":
         return theirs(torch.tensor([ids])).logits[0]  # type: ignore[no-any-return]
     import transformers
 

@@ -40,15 +40,16 @@ TINY_LLAMA: dict[str, Any] = {
 def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """Return a checkpoint's tensors for a config, large enough that logits differ clearly."""
     cpu = Placement(torch.float32, torch.device("cpu"))
-    targets = Decoder(parse_model_config(config), get_ops("reference"), cpu, ShardSpec(), 2).targets()
+    description = parse_model_config(config)
+    targets = Decoder(description, get_ops("reference"), cpu, ShardSpec(), 2).targets()
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, target in targets.items():
         scale = 0.5 if len(target.full_shape) == 1 else target.full_shape[-1] ** -0.5
         tensors[name] = torch.randn(target.full_shape, generator=generator) * scale
-        if "norm" in name:
+        if "norm" in name or ".ln_" in name:
             tensors[name] += 1.0
-    tensors["model.embed_tokens.weight"] *= 3.0
+    tensors[f"{description.names.embedding}.weight"] *= 3.0
     return tensors
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.worker.errors import ModelConfigError
 from octavo.worker.models.description import ModelConfig
-from octavo.worker.models.families import llama, mistral, phi3, qwen, smollm3
+from octavo.worker.models.families import falcon, gpt2, llama, mistral, opt, phi3, qwen, smollm3
 from octavo.worker.models.fields import Fields
 from octavo.worker.models.rope_config import check_rope
 from octavo.worker.quantization.methods import method_of
@@ -16,7 +16,10 @@ MAX_CONFIG_BYTES = 2**20
 
 _FAMILIES: dict[str, Callable[[str, Fields], ModelConfig]] = {
     **llama.ARCHITECTURES,
+    **falcon.ARCHITECTURES,
+    **gpt2.ARCHITECTURES,
     **mistral.ARCHITECTURES,
+    **opt.ARCHITECTURES,
     **phi3.ARCHITECTURES,
     **qwen.ARCHITECTURES,
     **smollm3.ARCHITECTURES,

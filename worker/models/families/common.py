@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from octavo.kernels.activations import Activation
 from octavo.worker.errors import ModelConfigError
+from octavo.worker.models.description import NormConfig
 from octavo.worker.models.fields import Fields
 
 ROTARY_TABLES = (".rotary_emb.inv_freq",)
@@ -118,3 +119,34 @@ def refuse_true(fields: Fields, *names: str) -> None:
     for name in names:
         if fields.flag(name, False):
             raise ModelConfigError(f"{name} = true is not supported")
+
+
+def equal_heads(
+    fields: Fields,
+    num_kv_heads: int | None = None,
+    *,
+    hidden: str = "hidden_size",
+    heads: str = "num_attention_heads",
+    rotates: bool = True,
+) -> Heads:
+    """Read heads that share the hidden size among them; there is no head_dim.
+
+    Args:
+        fields: of config.json.
+        num_kv_heads: None: as many as there are query heads.
+        hidden: what config.json calls the hidden size.
+        heads: what it calls the number of query heads.
+        rotates: whether heads have a rotary embedding, which needs pairs.
+
+    Raises:
+        ModelConfigError: they do not go together.
+    """
+    hidden_size, num_heads = fields.count(hidden), fields.count(heads)
+    if hidden_size % num_heads:
+        raise ModelConfigError(f"{hidden} = {hidden_size} is no multiple of {heads} = {num_heads}")
+    return check_heads(Heads(num_heads, num_kv_heads or num_heads, hidden_size // num_heads), rotates=rotates)
+
+
+def layer_norm(fields: Fields, name: str) -> NormConfig:
+    """Read the epsilon of norms by mean and variance."""
+    return NormConfig("layer", fields.number(name, 1e-5, above=0.0))

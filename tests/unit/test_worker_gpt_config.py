@@ -1,0 +1,75 @@
+"""config.json of Falcon, GPT-2, OPT and their like: what is read, and what is refused by name."""
+
+from typing import Any
+
+import pytest
+
+from octavo.worker.errors import ModelConfigError
+from octavo.worker.models.config import parse_model_config
+from octavo.worker.models.description import LearnedPositions, MlpConfig
+from octavo.worker.models.sizes import num_parameters
+from tests.support.gpt_architectures import ARCHITECTURES, config_of
+from tests.support.tiny_models import random_tensors
+
+NEW_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2}
+
+
+def test_falcon_has_three_forms() -> None:
+    config = parse_model_config(config_of("falcon", num_kv_heads=6))
+    assert (config.num_kv_heads, config.residual, config.names.mlp_norm) == (1, "parallel", "")
+    config = parse_model_config(config_of("falcon", **NEW_FALCON))
+    assert (config.num_kv_heads, config.residual, config.names.mlp_norm) == (2, "parallel", "ln_mlp")
+    config = parse_model_config(config_of("falcon", **NEW_FALCON, num_ln_in_parallel_attn=1))
+    assert (config.names.input_norm, config.names.mlp_norm) == ("input_layernorm", "")
+    config = parse_model_config(config_of("falcon", multi_query=False, parallel_attn=False))
+    assert (config.num_kv_heads, config.residual, config.names.mlp_norm) == (6, "pre", "post_attention_layernorm")
+
+
+def test_learned_positions_bound_the_context() -> None:
+    config = parse_model_config(config_of("gpt2"))
+    assert (config.max_positions, config.positions, config.layers[0].rope) == (128, LearnedPositions(128), None)
+    config = parse_model_config(config_of("opt"))
+    assert (config.max_positions, config.positions) == (128, LearnedPositions(130, 2))
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    config = parse_model_config({k: v for k, v in config_of("gpt2").items() if k not in ("n_inner", "n_positions")})
+    mlp = config.layers[0].mlp
+    assert isinstance(mlp, MlpConfig)
+    assert (mlp.size, mlp.activation, config.max_positions, config.tied_embeddings) == (192, "gelu_tanh", 1024, True)
+    assert parse_model_config(config_of("falcon", ffn_hidden_size=None)).layers[0].mlp == MlpConfig(192, "gelu", False)
+    assert parse_model_config(config_of("gpt2", scale_attn_weights=False)).attention_scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("falcon", {"alibi": True}, "alibi = true is not supported; only the rotary embedding is"),
+        ("falcon", {**NEW_FALCON, "parallel_attn": False}, "parallel_attn = False: expected true with new_decoder"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2: expected 1, or 2 with new_decoder"),
+        ("falcon", {**NEW_FALCON, "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn = 3: expected 1, or 2"),
+        ("falcon", {"multi_query": False, "num_kv_heads": 2}, "num_kv_heads = 2: expected num_attention_heads = 6"),
+        ("falcon", {**NEW_FALCON, "num_kv_heads": 4}, "6 is no multiple of"),
+        ("falcon", {"num_attention_heads": 5}, "hidden_size = 48 is no multiple of num_attention_heads = 5"),
+        ("falcon", {"num_attention_heads": 16}, "head_dim = 3 is odd"),
+        ("falcon", {"activation": "tanh"}, "activation = 'tanh' is not supported; supported are silu"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true is not supported"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention = true is not supported"),
+        ("gpt2", {"n_head": 7}, "n_embd = 48 is no multiple of n_head = 7"),
+        ("gpt2", {"n_layer": 0}, "n_layer = 0: expected an integer from 1"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = false is not supported"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm = true is not supported"),
+        ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine = false is not supported"),
+        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim = 32: only hidden_size = 48 is supported"),
+    ],
+)
+def test_what_is_refused(kind: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        parse_model_config(config_of(kind, **changes))
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_the_number_of_parameters_is_that_of_the_checkpoint(kind: str) -> None:
+    config = config_of(kind)
+    expected = sum(tensor.numel() for tensor in random_tensors(config).values())
+    assert num_parameters(parse_model_config(config)) == expected

@@ -1,0 +1,59 @@
+"""GPT-2: learned positions, matrices stored as [inputs, outputs], one for queries, keys and values."""
+
+from collections.abc import Callable
+
+from octavo.worker.models.description import LayerConfig, LearnedPositions, MlpConfig, ModelConfig, TensorNames
+from octavo.worker.models.families.common import equal_heads, layer_norm, read_activation, read_dtype, refuse_true
+from octavo.worker.models.fields import Fields
+
+_NAMES = TensorNames(
+    embedding="transformer.wte",
+    positions="transformer.wpe",
+    layer="transformer.h.{}",
+    final_norm="transformer.ln_f",
+    input_norm="ln_1",
+    mlp_norm="ln_2",
+    qkv=("attn.c_attn",),
+    output="attn.c_proj",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    optional_prefix="transformer.",
+)
+_MASKS = (".attn.bias", ".attn.masked_bias")
+"""Which tokens a token sees, as old checkpoints carry it."""
+
+
+def _gpt2(architecture: str, fields: Fields) -> ModelConfig:
+    refuse_true(fields, "scale_attn_by_inverse_layer_idx", "add_cross_attention")
+    heads = equal_heads(fields, hidden="n_embd", heads="n_head", rotates=False)
+    hidden_size, num_positions = fields.count("n_embd"), fields.count("n_positions", 1024)
+    mlp = MlpConfig(
+        size=fields.count("n_inner", 4 * hidden_size),
+        activation=read_activation(fields, "activation_function", "gelu_new"),
+        is_gated=False,
+        has_bias=True,
+    )
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=hidden_size,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_size=heads.head_size,
+        max_positions=num_positions,
+        norm=layer_norm(fields, "layer_norm_epsilon"),
+        layers=(LayerConfig(mlp, rope=None),) * fields.count("n_layer"),
+        tied_embeddings=fields.flag("tie_word_embeddings", True),
+        dtype=read_dtype(fields),
+        positions=LearnedPositions(num_positions),
+        qkv_bias=True,
+        output_bias=True,
+        attention_scale=None if fields.flag("scale_attn_weights", True) else 1.0,
+        transposed=True,
+        names=_NAMES,
+        ignored=_MASKS,
+        quantization=fields.raw("quantization_config"),
+    )
+
+
+ARCHITECTURES: dict[str, Callable[[str, Fields], ModelConfig]] = {"GPT2LMHeadModel": _gpt2}
