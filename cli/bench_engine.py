@@ -38,6 +38,7 @@ _WORKER_FLAGS = (
     "device",
     "backend",
     "dtype",
+    "quantization",
     "load-format",
     "enforce-eager",
     "batch-invariant",

@@ -177,6 +177,7 @@ BackendName = Literal["auto", "cpu", "reference", "triton"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormatName = Literal["auto", "dummy"]
 KvCacheDtypeName = Literal["auto", "fp8"]
+QuantizationName = Literal["awq", "compressed-tensors", "fp8", "gptq", "squeezellm"]
 if TYPE_CHECKING:
     PolicyName = str
 else:
@@ -197,6 +198,14 @@ Backend = Annotated[
 ]
 Dtype = Annotated[
     DtypeName, option("--dtype", _MODEL, "Of weights and activations; auto: float32, on CUDA the checkpoint's.")
+]
+Quantization = Annotated[
+    QuantizationName | None,
+    option(
+        "--quantization",
+        _MODEL,
+        "How weights are quantised; default: as config.json says. fp8 also quantises plain weights on load.",
+    ),
 ]
 LoadFormat = Annotated[LoadFormatName, option("--load-format", _MODEL, "auto: safetensors; dummy: random weights.")]
 EnforceEager = Annotated[

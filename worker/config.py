@@ -27,6 +27,7 @@ class WorkerConfig:
     kv_cache_dtype: str = "auto"  # auto: that of the model; fp8: float8_e4m3fn
     enforce_eager: bool = False  # no CUDA graphs
     batch_invariant: bool = False  # the bits of a row's result do not depend on the other rows
+    quantization: str | None = None  # None: as config.json says; fp8 of a plain checkpoint: quantised on load
     load_format: str = "auto"  # auto (safetensors), or dummy (random)
     num_threads: int | None = None  # None: torch's default
     seed: int = 0  # of dummy weights

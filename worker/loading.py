@@ -25,10 +25,11 @@ from octavo.worker.models.interface import Model
 from octavo.worker.models.sizes import weight_bytes
 from octavo.worker.models.targets import Placement, ShardSpec
 from octavo.worker.quantization.config import read_quantization
+from octavo.worker.quantization.methods import method_of
 from octavo.worker.rehearsal import meanwhile, sampling_rehearsed
 from octavo.worker.runner import EagerRunner
 from octavo.worker.warmup import warm_up
-from octavo.worker.weights import fill_dummy, load_weights
+from octavo.worker.weights import fill_dummy, load_weights, stored_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,7 @@ def _choose(config: WorkerConfig) -> _Choices:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     model = load_model_config(config.model_path)
+    method_of(model.quantization, config.quantization)
     backends.check_head_size(backend, model.head_size)
     dtype = backends.choose_dtype(config.dtype, model.dtype, device)
     cache_dtype = backends.choose_cache_dtype(config.kv_cache_dtype, backend, device, dtype)
@@ -174,13 +176,21 @@ def _load_model(chosen: _Choices, ops: Ops, between_tensors: Callable[[], None])
     config = chosen.config
     progress = _Progress(between_tensors)
     with memory.named_shortage(chosen.placement.device, "loading the weights", "choose a smaller model"):
-        quantization = read_quantization(chosen.model.quantization)
+        name_of = chosen.model.names.full
+        tensors = None if config.load_format == "dummy" else stored_tensors(config.model_path, name_of)
+        quantization = read_quantization(chosen.model.quantization, config.quantization, tensors)
         model = Decoder(chosen.model, ops, chosen.placement, chosen.shard, chosen.max_model_len, quantization)
         num_bytes = sum(target.view.nbytes for target in model.targets().values())
         if config.load_format == "dummy":
             fill_dummy(model.targets(), config.seed, progress)
         else:
-            load_weights(config.model_path, model.targets(), model.is_ignored, progress, model.name_of)
+            load_weights(
+                config.model_path,
+                model.targets(),
+                lambda name: model.is_ignored(name) or quantization.is_ignored(name),
+                progress,
+                model.name_of,
+            )
         model.finish_loading()
     return model, num_bytes
 

@@ -7,7 +7,8 @@ the file the index says. Files are mapped, not read: what is held in memory of a
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,19 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 * 2**20
 _NAMES_SHOWN = 5
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Of the dtypes that are read, whatever dtype the model runs in."""
+_FLOATS = ("F32", "F16", "BF16")
+"""What is read where floating point is wanted, whatever dtype the model runs in; other numbers must be as they are."""
+_EXACT = {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
+
+_SMALL_FLOAT8 = 0b10011111
+"""Bits of 8-bit floating point that make numbers below an eighth."""
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in total."""
@@ -51,6 +63,7 @@ def load_weights(
         WeightsError: a file is missing or damaged, or a tensor is missing, unexpected, or of another shape or dtype.
     """
     files = checkpoint_files(folder)
+    _warn_of_extra(folder, files)
     total = sum(path.stat().st_size for path in files)
     staging = Staging(next((target.view.device for target in targets.values()), torch.device("cpu")))
     done = 0
@@ -92,12 +105,44 @@ def fill_dummy(targets: dict[str, Target], seed: int, progress: Progress) -> Non
     done = 0
     for number, target in enumerate(targets.values()):
         generator = torch.Generator(target.view.device).manual_seed(seed + number)
-        if target.view.dim() == 1:
-            target.view.fill_(1.0)
-        else:
-            target.view.normal_(0.0, target.view.shape[-1] ** -0.5, generator=generator)
+        _draw(target.view, generator)
         done += target.view.nbytes
         progress(done, total)
+
+
+def _draw(view: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill one tensor; integers of one dimension say how others are laid out, and hold that already."""
+    if view.dtype.is_floating_point and view.dtype.itemsize > 1:
+        if view.dim() > 1:
+            view.normal_(0.0, view.shape[-1] ** -0.5, generator=generator)
+        else:
+            view.fill_(1.0)
+    elif view.dim() > 1:
+        codes = view.view(torch.uint8)
+        codes.random_(0, 256, generator=generator)
+        if view.dtype.is_floating_point:
+            codes.bitwise_and_(_SMALL_FLOAT8)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a checkpoint says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors call it: F16
+
+
+def stored_tensors(folder: Path, name_of: Callable[[str], str] = str) -> dict[str, StoredTensor]:
+    """Return what the headers of a checkpoint say of its tensors, by the names that `name_of` gives them.
+
+    Raises:
+        WeightsError: a file is missing or damaged.
+    """
+    return {
+        name_of(name): StoredTensor(tuple(tensor_slice.get_shape()), tensor_slice.get_dtype())
+        for path, expected_names in checkpoint_files(folder).items()
+        for name, tensor_slice in _tensors(path, expected_names)
+    }
 
 
 def checkpoint_files(folder: Path) -> dict[Path, frozenset[str] | None]:
@@ -128,12 +173,18 @@ def checkpoint_files(folder: Path) -> dict[Path, frozenset[str] | None]:
         if not (folder / file).exists():
             raise WeightsError(f"{index_path} names {file}, which is not in {folder}")
         files[folder / file] = frozenset(names)
-    extra = sorted(path.name for path in folder.glob("*.safetensors") if path not in files)
-    if extra:
-        logger.warning(
-            "%s does not name %d files beside it, which are not read: %s", index_path, len(extra), _some(extra)
-        )
     return files
+
+
+def _warn_of_extra(folder: Path, files: Container[Path]) -> None:
+    extra = sorted(path.name for path in folder.glob("*.safetensors") if path not in files)
+    if extra and (folder / INDEX_FILE).exists():
+        logger.warning(
+            "%s does not name %d files beside it, which are not read: %s",
+            folder / INDEX_FILE,
+            len(extra),
+            _some(extra),
+        )
 
 
 def _tensors(path: Path, expected: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
@@ -155,8 +206,9 @@ def _fill(name: str, path: Path, target: Target, tensor_slice: Any, staging: Sta
     dtype = tensor_slice.get_dtype()
     if shape != target.full_shape:
         raise WeightsError(f"tensor {name} in {path} has shape {list(shape)}, expected {list(target.full_shape)}")
-    if dtype not in _ITEM_BYTES:
-        raise WeightsError(f"tensor {name} in {path} has dtype {dtype}, expected {', '.join(_ITEM_BYTES)}")
+    expected = (_EXACT[target.view.dtype],) if target.view.dtype in _EXACT else _FLOATS
+    if dtype not in expected:
+        raise WeightsError(f"tensor {name} in {path} has dtype {dtype}, expected {', '.join(expected)}")
     staging.copy(target.view, target.take(tensor_slice))
 
 

@@ -10,7 +10,7 @@ from octavo.worker.models.description import ModelConfig
 from octavo.worker.models.families import falcon, gpt2, llama, mistral, opt, phi3, qwen, smollm3
 from octavo.worker.models.fields import Fields
 from octavo.worker.models.rope_config import check_rope
-from octavo.worker.quantization.methods import method_of
+from octavo.worker.quantization.methods import config_beside, method_of
 
 MAX_CONFIG_BYTES = 2**20
 
@@ -38,10 +38,10 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 
 def read_config_values(folder: Path) -> dict[str, Any]:
-    """Return the object in `folder`/config.json.
+    """Return the object in `folder`/config.json, with the quantization_config that older tools wrote beside it.
 
     Raises:
-        ModelConfigError: it is missing or malformed.
+        ModelConfigError: it, or the file beside it, is missing or malformed.
     """
     path = folder / "config.json"
     try:
@@ -55,6 +55,8 @@ def read_config_values(folder: Path) -> dict[str, Any]:
         raise ModelConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ModelConfigError(f"{path} holds no JSON object")
+    if values.get("quantization_config") is None and (beside := config_beside(folder)) is not None:
+        return values | {"quantization_config": beside}
     return values
 
 

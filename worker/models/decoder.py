@@ -59,10 +59,7 @@ class Decoder:
 
     def name_of(self, name: str) -> str:
         """Return what `targets` calls a tensor of the checkpoint: some leave out a prefix."""
-        prefix = self.config.names.optional_prefix
-        if not prefix or name.startswith((prefix, f"{self.config.names.head}.")):
-            return name
-        return prefix + name
+        return self.config.names.full(name)
 
     def is_ignored(self, name: str) -> bool:
         """Say whether a checkpoint may hold this tensor without anybody reading it."""

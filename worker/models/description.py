@@ -83,6 +83,12 @@ class TensorNames:
     expert_down: str = "down_proj"
     optional_prefix: str = ""  # of all names but the head's, which some checkpoints leave out
 
+    def full(self, name: str) -> str:
+        """Return what the decoder calls a tensor of a checkpoint."""
+        if not self.optional_prefix or name.startswith((self.optional_prefix, f"{self.head}.")):
+            return name
+        return self.optional_prefix + name
+
 
 @dataclass(frozen=True)
 class ModelConfig:

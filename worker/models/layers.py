@@ -5,6 +5,9 @@ goes to (`Target`). Plain weights stream straight into these views, so fused pro
 stored is the business of `octavo.worker.quantization`.
 """
 
+import logging
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -12,8 +15,11 @@ from octavo.kernels.activations import Activation
 from octavo.kernels.ops import Ops, Prepared
 from octavo.worker.models.description import NormConfig
 from octavo.worker.models.targets import Placement, Target, whole
+from octavo.worker.quantization.layers import make_stored
 from octavo.worker.quantization.plain import Unquantized
 from octavo.worker.quantization.scheme import LinearShape, Projection, Quantization
+
+logger = logging.getLogger(__name__)
 
 _UNQUANTIZED = Unquantized()
 
@@ -24,8 +30,7 @@ class Linear:
     def __init__(
         self, placement: Placement, shape: LinearShape, bias: Tensor | None, adds_bias: bool, quantization: Quantization
     ) -> None:
-        # Parts of a fused projection are stored alike: the formats leave out whole layers.
-        self._stored = quantization.scheme_of(shape.projections[0].prefix).make(placement, shape)
+        self._stored = make_stored(quantization, placement, shape)
         self._dtype = placement.dtype
         self._weights: list[Prepared] = []  # prepared; several where they could not be joined
         self.bias = bias
@@ -46,7 +51,12 @@ class Linear:
 
     def finish_loading(self, ops: Ops) -> None:
         """Bring the weight into the backend's form; targets are invalid from here on."""
-        self._weights = [ops.prepare_weight(weight, self._dtype) for weight in self._stored.finish()]
+        weights = self._stored.finish()
+        while weights:
+            weight = weights.pop(0)
+            self._weights.append(ops.prepare_weight(weight, self._dtype))
+            if isinstance(self._weights[-1], Tensor) and not isinstance(weight, Tensor):
+                _say_dequantized(self._dtype)
         del self._stored
         self.targets.clear()
 
@@ -62,6 +72,12 @@ class Linear:
         if len(self._weights) == 1:
             return ops.linear_act_and_mul(x, self._weights[0], self._added, activation)
         return ops.act_and_mul(self(ops, x), activation)
+
+
+@cache
+def _say_dequantized(dtype: torch.dtype) -> None:
+    """Log it once: the user may expect the memory and the speed of few bits."""
+    logger.info("this backend has no products with weights so quantised: they are dequantised to %s", dtype)
 
 
 class ColumnParallel(Linear):

@@ -45,6 +45,10 @@ class Unquantized:
         """Return the plain scheme, for every layer."""
         return PLAIN
 
+    def is_ignored(self, name: str) -> bool:
+        """Say that no tensor is left unread."""
+        return False
+
 
 PLAIN = PlainScheme()
 """It has no state: one does for all."""

@@ -70,3 +70,7 @@ class Quantization(Protocol):
     def scheme_of(self, prefix: str) -> LinearScheme:
         """Return the format of the linear layer with this prefix in the checkpoint."""
         ...
+
+    def is_ignored(self, name: str) -> bool:
+        """Say whether the format has a tensor of this name that nobody reads."""
+        ...
