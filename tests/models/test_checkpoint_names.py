@@ -34,6 +34,12 @@ def logits(folder: Path) -> Tensor:
         ("gpt2", beside("transformer.h.1.attn.bias", "transformer.h.0.attn.masked_bias")),
         ("gpt2", lambda tensors: beside("h.1.attn.bias")(without("transformer.")(tensors))),
         ("gpt2", lambda tensors: tensors | {"lm_head.weight": tensors["transformer.wte.weight"].clone()}),
+        ("gpt_neox", lambda tensors: {name.replace("embed_out.", "lm_head."): t for name, t in tensors.items()}),
+        ("gpt_neox", without("gpt_neox.")),
+        (
+            "gpt_neox",
+            beside(*(f"gpt_neox.layers.1.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq"))),
+        ),
         ("opt", without("model.")),
         ("falcon", without("transformer.")),
         ("falcon", beside("transformer.h.0.self_attention.rotary_emb.inv_freq")),

@@ -1,6 +1,7 @@
 """Tiny random models of every architecture, written by transformers, and what both compute from them."""
 
 import inspect
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ KINDS: dict[str, str] = {
 def base_values(kind: str) -> dict[str, Any]:
     """Return the config of a kind that cases change."""
     if kind in gpt_architectures.BASES:
-        return gpt_architectures.BASES[kind]
+        return deepcopy(gpt_architectures.BASES[kind])  # transformers writes into what it is given
     return {
         "vocab_size": 97,
         "hidden_size": 48,
@@ -123,7 +124,7 @@ def write_with_transformers(folder: Path, kind: str, changes: dict[str, Any]) ->
     import transformers
 
     torch.manual_seed(0)
-    config: Any = getattr(transformers, f"{KINDS[kind]}Config")(**(base_values(kind) | changes))
+    config: Any = getattr(transformers, f"{KINDS[kind]}Config")(**(base_values(kind) | deepcopy(changes)))
     head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
     model: Any = getattr(transformers, f"{KINDS[kind]}{head}")(config)
     with torch.no_grad():

@@ -3,6 +3,15 @@
 from typing import Any
 
 _SIZES = {"vocab_size": 97, "pad_token_id": None}
+_ROTATED = {
+    **_SIZES,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+}
 BASES: dict[str, dict[str, Any]] = {
     "falcon": {
         **_SIZES,
@@ -14,6 +23,7 @@ BASES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
     },
     "gpt2": {**_SIZES, "n_embd": 48, "n_inner": 80, "n_layer": 2, "n_head": 6, "n_positions": 128},
+    "gpt_neox": {**_ROTATED, "num_attention_heads": 3},
     "opt": {
         **_SIZES,
         "hidden_size": 48,
@@ -22,6 +32,9 @@ BASES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "max_position_embeddings": 128,
     },
+    "phi": {**_ROTATED, "num_attention_heads": 3},
+    "stablelm": {**_ROTATED, "num_attention_heads": 3, "num_key_value_heads": 3},
+    "starcoder2": {**_ROTATED, "num_key_value_heads": 2},
 }
 """Kind of model -> its config, which cases change."""
 
@@ -44,17 +57,53 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gpt-neox": ("gpt_neox", {}),
+    "gpt-neox-in-turn": (
+        "gpt_neox",
+        {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "hidden_act": "gelu_fast",
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
     "opt": ("opt", {}),
     "opt-no-bias": ("opt", {"enable_bias": False, "activation_function": "gelu", "tie_word_embeddings": False}),
+    "phi": ("phi", {}),
+    "phi-groups": ("phi", {"num_attention_heads": 6, "num_key_value_heads": 2, "layer_norm_eps": 0.1}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm-parallel": (
+        "stablelm",
+        {
+            "use_parallel_residual": True,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2-window": ("starcoder2", {"sliding_window": 13, "use_bias": False, "tie_word_embeddings": False}),
 }
 """Name of a case -> kind of model and how its config differs from that of BASES."""
 
-KINDS: dict[str, str] = {"falcon": "Falcon", "gpt2": "GPT2", "opt": "OPT"}
+KINDS: dict[str, str] = {
+    "falcon": "Falcon",
+    "gpt2": "GPT2",
+    "gpt_neox": "GPTNeoX",
+    "opt": "OPT",
+    "phi": "Phi",
+    "stablelm": "StableLm",
+    "starcoder2": "Starcoder2",
+}
 """Kind of model -> what the names of its config and its model in transformers begin with."""
 ARCHITECTURES: dict[str, str] = {
-    "falcon": "FalconForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "opt": "OPTForCausalLM",
+    kind: f"{name}LMHeadModel" if kind == "gpt2" else f"{name}ForCausalLM" for kind, name in KINDS.items()
 }
 """Kind of model -> what config.json calls it."""
 

@@ -7,6 +7,7 @@ import pytest
 from octavo.worker.errors import ModelConfigError
 from octavo.worker.models.config import parse_model_config
 from octavo.worker.models.description import LearnedPositions, MlpConfig
+from octavo.worker.models.rope_config import RopeConfig
 from octavo.worker.models.sizes import num_parameters
 from tests.support.gpt_architectures import ARCHITECTURES, config_of
 from tests.support.tiny_models import random_tensors
@@ -42,6 +43,29 @@ def test_defaults_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "given", "expected"),
+    [
+        ("gpt_neox", {}, RopeConfig(10000.0, rotated_share=0.25)),
+        ("gpt_neox", {"rotary_pct": 1.0, "rotary_emb_base": 500}, RopeConfig(500.0)),
+        (
+            "gpt_neox",
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            RopeConfig(1e4, "linear", 2.0, rotated_share=0.25),
+        ),
+        ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.5}}, RopeConfig(1e4, rotated_share=0.5)),
+        ("phi", {}, RopeConfig(10000.0, rotated_share=0.5)),
+        ("phi", {"partial_rotary_factor": 0.4}, RopeConfig(10000.0, rotated_share=0.4)),
+        ("stablelm", {"rope_theta": 7.0}, RopeConfig(7.0, rotated_share=0.25)),
+        ("starcoder2", {}, RopeConfig(10000.0)),
+        ("falcon", {"rope_theta": 500042.0}, RopeConfig(500042.0)),
+    ],
+)
+def test_rotated_shares(kind: str, given: dict[str, Any], expected: RopeConfig) -> None:
+    config = {k: v for k, v in config_of(kind).items() if k != "rope_parameters"}
+    assert parse_model_config(config | given).ropes == (expected,)
+
+
+@pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
         ("falcon", {"alibi": True}, "alibi = true is not supported; only the rotary embedding is"),
@@ -57,6 +81,13 @@ def test_defaults_are_those_of_transformers() -> None:
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention = true is not supported"),
         ("gpt2", {"n_head": 7}, "n_embd = 48 is no multiple of n_head = 7"),
         ("gpt2", {"n_layer": 0}, "n_layer = 0: expected an integer from 1"),
+        ("gpt_neox", {"rotary_pct": 0}, "rotary_pct = 0: expected a finite number above 0"),
+        ("gpt_neox", {"rotary_pct": 1.5}, "partial_rotary_factor = 1.5: expected at most 1"),
+        ("gpt_neox", {"hidden_act": "quick_gelu"}, "hidden_act = 'quick_gelu' is not supported; supported are"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm = true is not supported"),
+        ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings = true is not supported: the output head has a"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm = true is not supported"),
+        ("starcoder2", {"sliding_window": 0}, "sliding_window = 0: expected an integer from 1"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = false is not supported"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm = true is not supported"),
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine = false is not supported"),

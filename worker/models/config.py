@@ -7,7 +7,20 @@ from typing import Any
 
 from octavo.worker.errors import ModelConfigError
 from octavo.worker.models.description import ModelConfig
-from octavo.worker.models.families import falcon, gpt2, llama, mistral, opt, phi3, qwen, smollm3
+from octavo.worker.models.families import (
+    falcon,
+    gpt2,
+    gpt_neox,
+    llama,
+    mistral,
+    opt,
+    phi,
+    phi3,
+    qwen,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
 from octavo.worker.models.fields import Fields
 from octavo.worker.models.rope_config import check_rope
 from octavo.worker.quantization.methods import config_beside, method_of
@@ -18,11 +31,15 @@ _FAMILIES: dict[str, Callable[[str, Fields], ModelConfig]] = {
     **llama.ARCHITECTURES,
     **falcon.ARCHITECTURES,
     **gpt2.ARCHITECTURES,
+    **gpt_neox.ARCHITECTURES,
     **mistral.ARCHITECTURES,
     **opt.ARCHITECTURES,
+    **phi.ARCHITECTURES,
     **phi3.ARCHITECTURES,
     **qwen.ARCHITECTURES,
     **smollm3.ARCHITECTURES,
+    **stablelm.ARCHITECTURES,
+    **starcoder2.ARCHITECTURES,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 """Names in config.json's `architectures` that the decoder is described for."""

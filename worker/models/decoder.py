@@ -58,7 +58,7 @@ class Decoder:
         return targets
 
     def name_of(self, name: str) -> str:
-        """Return what `targets` calls a tensor of the checkpoint: some leave out a prefix."""
+        """Return what `targets` calls a tensor of the checkpoint: some leave out a prefix, or have another one."""
         return self.config.names.full(name)
 
     def is_ignored(self, name: str) -> bool:

@@ -82,9 +82,13 @@ class TensorNames:
     expert_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
     optional_prefix: str = ""  # of all names but the head's, which some checkpoints leave out
+    renamed: tuple[tuple[str, str], ...] = ()  # how some checkpoints begin names, and how they begin here
 
     def full(self, name: str) -> str:
         """Return what the decoder calls a tensor of a checkpoint."""
+        for theirs, ours in self.renamed:
+            if name.startswith(theirs):
+                name = ours + name.removeprefix(theirs)
         if not self.optional_prefix or name.startswith((self.optional_prefix, f"{self.head}.")):
             return name
         return self.optional_prefix + name
