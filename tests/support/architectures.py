@@ -28,6 +28,24 @@ LONGROPE = {
     "original_max_position_embeddings": 32,
 }
 SOME_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA2 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 14,
+    "attn_logit_softcapping": 4.0,
+    "final_logit_softcapping": 6.0,
+    "tie_word_embeddings": True,
+}
+GEMMA3 = {
+    "head_dim": 16,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 11,
+    "sliding_window_pattern": 3,
+    "rope_parameters": None,
+    "rope_theta": 500.0,
+    "rope_local_base_freq": 50.0,
+}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-untied": ("llama", {"tie_word_embeddings": False}),
@@ -73,6 +91,35 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "smollm3",
         {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 12, "tie_word_embeddings": True},
     ),
+    "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1, "hidden_act": "gelu"}),
+    "gemma-biases": ("gemma", {"head_dim": 20, "attention_bias": True, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma2-no-caps": (
+        "gemma2",
+        {
+            "head_dim": 20,
+            "sliding_window": 33,
+            "layer_types": SOME_WINDOWS[1:] + SOME_WINDOWS[:1],
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gemma3": ("gemma3", GEMMA3),
+    "gemma3-layers": (
+        "gemma3",
+        {
+            "head_dim": 20,
+            "sliding_window": 9,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+            "layer_types": SOME_WINDOWS,
+            "final_logit_softcapping": 4.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3-of-images": ("gemma3-of-images", GEMMA3),
     "phi3": ("phi3", {"sliding_window": 19}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
     "phi3-partial": (
@@ -88,6 +135,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name of a case -> kind of model (a key of KINDS) and how its config differs from that of `base_values`."""
 
 KINDS: dict[str, str] = {
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "gemma3-of-images": "Gemma3",
     "llama": "Llama",
     "ministral": "Ministral",
     "mistral": "Mistral",
@@ -98,6 +149,13 @@ KINDS: dict[str, str] = {
     **gpt_architectures.KINDS,
 }
 """Kind of model -> what the names of its config and its model in transformers begin with."""
+
+_CLASSES = {
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma3-of-images": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+}
+"""Config and model of kinds whose names end otherwise than most."""
 
 
 def base_values(kind: str) -> dict[str, Any]:
@@ -124,9 +182,13 @@ def write_with_transformers(folder: Path, kind: str, changes: dict[str, Any]) ->
     import transformers
 
     torch.manual_seed(0)
-    config: Any = getattr(transformers, f"{KINDS[kind]}Config")(**(base_values(kind) | deepcopy(changes)))
-    head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
-    model: Any = getattr(transformers, f"{KINDS[kind]}{head}")(config)
+    values = base_values(kind) | deepcopy(changes)
+    if kind == "gemma3-of-images":
+        images = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        values = {"text_config": values, "vision_config": images}
+    of_config, of_model = _CLASSES.get(kind, (f"{KINDS[kind]}Config", f"{KINDS[kind]}ForCausalLM"))
+    config: Any = getattr(transformers, of_config)(**values)
+    model: Any = getattr(transformers, of_model)(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # transformers' own start would hide mistakes in small logits
             parameter.normal_(0.0, 0.5 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5)
@@ -144,7 +206,7 @@ def expected_logits(theirs: Any, ids: list[int]) -> Tensor:
     It is computed whole; but where the rotary embedding grows with the sequence (dynamic), token by token, as it would
     be generated: transformers' keys are then those that a longer sequence finds in its cache.
     """
-    if (getattr(theirs.config, "rope_parameters", None) or {}).get("rope_type") != "dynamic":
+    if (getattr(theirs.config.get_text_config(), "rope_parameters", None) or {}).get("rope_type") != "dynamic":
         return theirs(torch.tensor([ids])).logits[0]  # type: ignore[no-any-return]
     import transformers
 

@@ -9,6 +9,7 @@ from octavo.worker.errors import ModelConfigError
 from octavo.worker.models.description import ModelConfig
 from octavo.worker.models.families import (
     falcon,
+    gemma,
     gpt2,
     gpt_neox,
     llama,
@@ -30,6 +31,7 @@ MAX_CONFIG_BYTES = 2**20
 _FAMILIES: dict[str, Callable[[str, Fields], ModelConfig]] = {
     **llama.ARCHITECTURES,
     **falcon.ARCHITECTURES,
+    **gemma.ARCHITECTURES,
     **gpt2.ARCHITECTURES,
     **gpt_neox.ARCHITECTURES,
     **mistral.ARCHITECTURES,

@@ -64,7 +64,7 @@ class Decoder:
     def is_ignored(self, name: str) -> bool:
         """Say whether a checkpoint may hold this tensor without anybody reading it."""
         tied = self.config.tied_embeddings and name == f"{self.config.names.head}.weight"
-        return tied or name.endswith(self.config.ignored)
+        return tied or name.endswith(self.config.ignored) or name.startswith(self.config.ignored_parts)
 
     def finish_loading(self) -> None:
         """Bring all weights into the backend's form; called once, after the last tensor was loaded."""

@@ -128,6 +128,7 @@ class ModelConfig:
     transposed: bool = False  # matrices of the layers are stored as [inputs, outputs]
     names: TensorNames = field(default_factory=TensorNames)
     ignored: tuple[str, ...] = ()  # ends of names of tensors that nobody reads
+    ignored_parts: tuple[str, ...] = ()  # beginnings of such names: whole parts of a model, as the one that sees images
     quantization: dict[str, Any] | None = None  # quantization_config as it stands
 
     @property

@@ -45,7 +45,7 @@ class RopeConfig:
         return max_positions
 
 
-def parse_rope(fields: Fields, given: Fields, theta: float = 10000.0) -> RopeConfig:
+def parse_rope(fields: Fields, given: Fields, theta: float = 10000.0, *, older_theta: str = "rope_theta") -> RopeConfig:
     """Read one rotary embedding.
 
     Args:
@@ -53,12 +53,16 @@ def parse_rope(fields: Fields, given: Fields, theta: float = 10000.0) -> RopeCon
             original_max_position_embeddings.
         given: rope_parameters, or the older rope_scaling.
         theta: where neither has one.
+        older_theta: what older files call rope_theta.
 
     Raises:
         ModelConfigError: its type is not supported, or a number is missing or malformed.
     """
     kind = _kind(given)
-    theta = (given if given.has("rope_theta") else fields).number("rope_theta", theta, above=0.0)
+    if given.has("rope_theta"):
+        theta = given.number("rope_theta", None, above=0.0)
+    else:
+        theta = fields.number(older_theta, theta, above=0.0)
     share = _share(fields, given)
     if kind == "default":
         return RopeConfig(theta, rotated_share=share)

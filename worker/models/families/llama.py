@@ -14,7 +14,7 @@ from octavo.worker.models.families.common import (
     refuse_true,
 )
 from octavo.worker.models.fields import Fields
-from octavo.worker.models.rope_config import given_rope, parse_rope
+from octavo.worker.models.rope_config import RopeConfig, given_rope, parse_rope
 
 
 def _llama(architecture: str, fields: Fields) -> ModelConfig:
@@ -39,9 +39,10 @@ def llama_like(
     *,
     heads: Heads | None = None,
     theta: float = 10000.0,
+    ropes: tuple[RopeConfig, ...] | None = None,
     rotates_whole: bool = True,
 ) -> ModelConfig:
-    """Describe a decoder of RMS norms and one rotary embedding, without biases.
+    """Describe a decoder of RMS norms and rotary embeddings, without biases.
 
     Args:
         architecture: its name.
@@ -49,15 +50,20 @@ def llama_like(
         layers: of it.
         heads: None: as config.json has them.
         theta: of the rotary embedding where config.json has none.
+        ropes: None: the one that config.json has, which may stretch the positions it is served for.
         rotates_whole: whether it has no partial rotary embedding: what config.json says of one is refused.
 
     Raises:
         ModelConfigError: a value is missing, malformed or unsupported.
     """
     heads = read_heads(fields) if heads is None else heads
-    rope = parse_rope(fields, given_rope(fields), theta)
-    if rotates_whole and rope.rotated_share != 1.0:
-        raise fields.refusal("partial_rotary_factor", rope.rotated_share, f"not supported for {architecture}")
+    max_positions = fields.count("max_position_embeddings")
+    if ropes is None:
+        ropes = (parse_rope(fields, given_rope(fields), theta),)
+        max_positions = ropes[0].longest(max_positions)
+    for rope in ropes:
+        if rotates_whole and rope.rotated_share != 1.0:
+            raise fields.refusal("partial_rotary_factor", rope.rotated_share, f"not supported for {architecture}")
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
@@ -65,12 +71,12 @@ def llama_like(
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
         head_size=heads.head_size,
-        max_positions=rope.longest(fields.count("max_position_embeddings")),
+        max_positions=max_positions,
         norm=NormConfig("rms", fields.number("rms_norm_eps", 1e-6, above=0.0)),
         layers=layers,
         tied_embeddings=fields.flag("tie_word_embeddings", False),
         dtype=read_dtype(fields),
-        ropes=(rope,),
+        ropes=ropes,
         ignored=ROTARY_TABLES,
         quantization=fields.raw("quantization_config"),
     )
