@@ -29,7 +29,7 @@ from octavo.worker.quantization.methods import method_of
 from octavo.worker.rehearsal import meanwhile, sampling_rehearsed
 from octavo.worker.runner import EagerRunner
 from octavo.worker.warmup import warm_up
-from octavo.worker.weights import fill_dummy, load_weights, stored_tensors
+from octavo.worker.weights import fill_dummy, load_weights, open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -177,15 +177,16 @@ def _load_model(chosen: _Choices, ops: Ops, between_tensors: Callable[[], None])
     progress = _Progress(between_tensors)
     with memory.named_shortage(chosen.placement.device, "loading the weights", "choose a smaller model"):
         name_of = chosen.model.names.full
-        tensors = None if config.load_format == "dummy" else stored_tensors(config.model_path, name_of)
+        checkpoint = None if config.load_format == "dummy" else open_checkpoint(config.model_path)
+        tensors = None if checkpoint is None else {name_of(tensor.name): tensor for tensor in checkpoint.tensors}
         quantization = read_quantization(chosen.model.quantization, config.quantization, tensors)
         model = Decoder(chosen.model, ops, chosen.placement, chosen.shard, chosen.max_model_len, quantization)
         num_bytes = sum(target.view.nbytes for target in model.targets().values())
-        if config.load_format == "dummy":
+        if checkpoint is None:
             fill_dummy(model.targets(), config.seed, progress)
         else:
             load_weights(
-                config.model_path,
+                checkpoint,
                 model.targets(),
                 lambda name: model.is_ignored(name) or quantization.is_ignored(name),
                 progress,

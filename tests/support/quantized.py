@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.worker.weights import StoredTensor
 from tests.support.tiny_models import TINY_LLAMA, random_tensors
 
 Array = npt.NDArray[Any]
@@ -25,6 +24,13 @@ _DTYPES = {
     torch.int32: "I32",
     torch.int64: "I64",
 }
+
+
+class StoredTensor(NamedTuple):
+    """What a checkpoint says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 class Drawn(NamedTuple):

@@ -19,7 +19,7 @@ from octavo.worker.quantization.methods import config_beside, method_of
 from octavo.worker.quantization.plain import PLAIN
 from octavo.worker.quantization.scheme import LinearScheme
 from octavo.worker.quantization.squeezellm import SqueezeLLMScheme
-from octavo.worker.weights import StoredTensor
+from tests.support.quantized import StoredTensor
 
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}

@@ -15,8 +15,8 @@ from octavo.kernels.ops import get_ops
 from octavo.worker.errors import WeightsError
 from octavo.worker.models.config import parse_model_config
 from octavo.worker.models.decoder import Decoder
-from octavo.worker.models.targets import Placement, ShardSpec
-from octavo.worker.weights import fill_dummy, load_weights
+from octavo.worker.models.targets import Placement, ShardSpec, whole
+from octavo.worker.weights import fill_dummy, load_weights, open_checkpoint
 from tests.support.tiny_models import TINY_LLAMA, random_tensors, write_model
 
 UNTIED = TINY_LLAMA | {"tie_word_embeddings": False}
@@ -28,7 +28,7 @@ def make_decoder(config: dict[str, object] = TINY_LLAMA, dtype: torch.dtype = to
 
 
 def load_into(decoder: Decoder, folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-    load_weights(folder, decoder.targets(), decoder.is_ignored, progress)
+    load_weights(open_checkpoint(folder), decoder.targets(), decoder.is_ignored, progress)
 
 
 def read(folder: Path, config: dict[str, object] = TINY_LLAMA) -> Decoder:
@@ -121,6 +121,38 @@ def test_the_head_is_not_ignored_when_it_is_not_tied(tmp_path: Path) -> None:
     write_model(tmp_path, UNTIED, random_tensors(TINY_LLAMA))
     with pytest.raises(WeightsError, match=r"lacks 1 tensors that the model needs: lm_head\.weight"):
         read(tmp_path, UNTIED)
+
+
+@pytest.mark.parametrize(("stored", "message"), [(torch.int32, None), (torch.float32, "has dtype F32, expected I32")])
+def test_numbers_that_are_no_floats_are_taken_as_they_are(
+    tmp_path: Path, stored: torch.dtype, message: str | None
+) -> None:
+    numbers = torch.tensor([[1, -2, 3], [2**31 - 1, -(2**31), 0]])
+    save_file({"packed": numbers.to(stored)}, tmp_path / "model.safetensors")
+    target = whole(torch.zeros(2, 3, dtype=torch.int32))
+    if message is None:
+        load_weights(open_checkpoint(tmp_path), {"packed": target}, lambda name: False, lambda done, total: None)
+        assert torch.equal(target.view, numbers.int())
+    else:
+        with pytest.raises(WeightsError, match=message):
+            load_weights(open_checkpoint(tmp_path), {"packed": target}, lambda name: False, lambda done, total: None)
+
+
+def test_nothing_is_read_of_a_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
+    """The headers tell it: nobody waits for gigabytes first."""
+    rewrite(tmp_path, lambda tensors: tensors.__delitem__("model.norm.weight"))
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
+        load_into(make_decoder(), tmp_path, lambda done, total: pytest.fail("something was read"))
+
+
+def test_tensors_that_lie_at_odd_places_arrive(tmp_path: Path) -> None:
+    """The format does not align them: a header of any length is valid."""
+    tensors = random_tensors(TINY_LLAMA, seed=3)
+    write_model(tmp_path, tensors=tensors)
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    set_header(tmp_path / "model.safetensors", content[8 : 8 + length].rstrip() + b" ")
+    assert_holds(read(tmp_path), tensors)
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
