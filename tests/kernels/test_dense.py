@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from octavo.kernels import reference
@@ -85,6 +86,24 @@ def test_norm_has_the_bits_of_llama(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_by_one_plus_weight_is_rounded_once(backend: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 7, 576).to(dtype)
+    weight = torch.randn(576).to(dtype)
+    summed = x + residual
+    wide = summed.double()
+    exact = (1.0 + weight.double()) * wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    out, new_residual = get_ops(backend).rms_norm(x, weight, 1e-5, residual, unit_offset=True)
+    torch.testing.assert_close(out, exact.to(dtype))
+    assert torch.equal(new_residual, summed)
+    assert torch.equal(get_ops(backend).rms_norm(summed, weight, 1e-5, unit_offset=True)[0], out)
+    norm = Gemma3RMSNorm(576, eps=1e-5).to(dtype)
+    norm.weight.data.copy_(weight)
+    assert torch.equal(out, norm(summed))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_gate_is_that_of_the_formula(backend: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(7, 96) * 4
@@ -119,8 +138,12 @@ def test_rotary_embedding_rotates_pairs_and_stores_what_it_should(head_size: int
     assert (values.flatten(0, 1)[untouched] == 9).all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-def test_heads_are_normalised_before_they_are_rotated(dtype: torch.dtype, bound: float) -> None:
+def test_heads_are_normalised_before_they_are_rotated(
+    dtype: torch.dtype, bound: float, unit_offset: bool, backend: str
+) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(5, 4, 32).to(dtype), torch.randn(5, 2, 32).to(dtype), torch.randn(5, 2, 32).to(dtype)
     weights = torch.randn(2, 32).to(dtype)
@@ -128,13 +151,13 @@ def test_heads_are_normalised_before_they_are_rotated(dtype: torch.dtype, bound:
     positions = torch.tensor([7, 0, 49, 3, 3])
     keys, values = torch.zeros(2, 2, 4, 2, 32).to(dtype)
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1).float()
-    rotated = reference.rotary_and_write_kv(
-        q, k, v, positions, cos_sin, keys, values, torch.arange(5), weights[0], weights[1], 1e-3
-    )
+    rotate = get_ops(backend).rotary_and_write_kv
+    norms = weights[0], weights[1], 1e-3
+    rotated = rotate(q, k, v, positions, cos_sin, keys, values, torch.arange(5), *norms, unit_offset=unit_offset)
 
     def formula(x: Tensor, weight: Tensor) -> Tensor:
         wide = x.double()
-        normed = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
+        normed = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * (weight.double() + unit_offset)
         first, second = normed.chunk(2, -1)
         cos, sin = angles[positions].cos()[:, None], angles[positions].sin()[:, None]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -49,6 +49,21 @@ def test_norm_is_that_of_the_formula(shape: tuple[int, int], dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 576), (3, 1000), (33, 48)])
+def test_norm_by_one_plus_weight_is_that_of_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(8)
+    x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype)
+    weight = random(shape[1], dtype=dtype)
+    out, total = rms_norm(x, weight, 1e-5, residual, unit_offset=True)
+    wide = total.double()
+    exact = (1.0 + weight.double()) * (wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt())
+    torch.testing.assert_close(out.double(), exact, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+    out, _ = rms_norm(x, weight, 1e-5, unit_offset=True)
+    expected, _ = reference.rms_norm(x, weight, 1e-5, unit_offset=True)
+    torch.testing.assert_close(out, expected, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_takes_views_of_any_rank(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     wide, weight = random(6, 3 * 4 * 80, dtype=dtype), random(80, dtype=dtype)

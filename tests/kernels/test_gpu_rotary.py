@@ -33,11 +33,11 @@ def empty_caches(kv_heads: int, size: int, dtype: torch.dtype, by_head: bool) ->
     return caches.transpose(2, 3) if by_head else caches
 
 
-def exact(x: Tensor, norm: Tensor | None, positions: Tensor, cos_sin: Tensor) -> Tensor:
+def exact(x: Tensor, norm: Tensor | None, positions: Tensor, cos_sin: Tensor, *, unit_offset: bool = False) -> Tensor:
     """Return the formula in float64."""
     wide = x.double()
     if norm is not None:
-        wide = wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
+        wide = wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * (norm.double() + unit_offset)
     half = cos_sin.shape[-1] // 2
     rows = cos_sin[positions.long()].double()[:, None]
     cos, sin = rows[..., :half], rows[..., half:]
@@ -76,6 +76,27 @@ def test_heads_are_turned_and_stored(shape: tuple[int, int, int, int], dtype: to
             torch.testing.assert_close(caches[0][place].double(), keys[token], rtol=bound, atol=2 * bound)
             assert torch.equal(caches[1][place], v[token])
     assert (caches.flatten(1, 2)[:, untouched.to(DEVICE)] == 9).all()
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("shape", [(4, 1, 256, 256), (5, 5, 80, 80), (4, 2, 40, 24)])
+def test_heads_are_normed_by_one_plus_weight(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    _, kv_heads, size, rotated = shape
+    q, k, v = fused_inputs(3, shape, dtype)
+    norms = torch.randn(2, size).to(DEVICE, dtype)
+    positions, slots = torch.tensor([0, 99, 5], device=DEVICE), torch.tensor([1, 2, 40], device=DEVICE)
+    caches = empty_caches(kv_heads, size, dtype, by_head=True)
+    table = rotary_table(rotated)
+    args = q, k, v, positions, table, caches[0], caches[1], slots, norms[0], norms[1], EPS
+    out = rotary_and_write_kv(*args, unit_offset=True)
+    bound = BOUNDS[dtype]
+    wanted = exact(q, norms[0], positions, table, unit_offset=True)
+    torch.testing.assert_close(out.double(), wanted, rtol=bound, atol=2 * bound)
+    keys = exact(k, norms[1], positions, table, unit_offset=True)
+    for token, slot in enumerate(slots.tolist()):
+        stored = caches[0][divmod(slot, BLOCK_SIZE)].double()
+        torch.testing.assert_close(stored, keys[token], rtol=bound, atol=2 * bound)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
