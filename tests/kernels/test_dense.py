@@ -1,6 +1,8 @@
 """Matrix product, norm, gate, rotary embedding and block copy, against formulas and transformers."""
 
 import importlib
+import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,10 +11,17 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from octavo.kernels import reference
+from octavo.kernels.activations import Activation
 from octavo.kernels.ops import get_ops
 
 BACKENDS = ["cpu", "reference"]  # the Triton kernels have tests of their own, on the device's tensors
 DTYPES = [torch.float32, torch.bfloat16]
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {  # of float64
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": lambda x: x * (1 + torch.special.erf(x / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "relu": lambda x: x.clamp_min(0.0),
+}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -104,11 +113,49 @@ def test_norm_by_one_plus_weight_is_rounded_once(backend: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gate_is_that_of_the_formula(backend: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_is_that_of_the_formula(backend: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x = torch.randn(7, 96) * 4
+    x, residual = (torch.randn(2, 7, 576) * 3 + 5).to(dtype)  # a mean far from zero
+    weight, bias = torch.randn(2, 576).to(dtype)
+    summed = x + residual
+    wide = summed.double()
+    centred = wide - wide.mean(-1, keepdim=True)
+    normed = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-2).sqrt()
+    expected = (normed * weight.double() + bias.double()).to(dtype)
+    out, new_residual = get_ops(backend).layer_norm(x, weight, bias, 1e-2, residual)
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(new_residual, summed)
+    alone, same = get_ops(backend).layer_norm(summed, weight, bias, 1e-2)
+    torch.testing.assert_close(alone, expected)
+    assert torch.equal(same, summed)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_are_those_of_the_formulas(activation: Activation, dtype: torch.dtype, backend: str) -> None:
+    torch.manual_seed(0)
+    ops = get_ops(backend)
+    x = (torch.randn(7, 2 * 48 + 3) * 4).to(dtype)[:, :-3]  # lines apart
+    formula = ACTIVATIONS[activation]
+    torch.testing.assert_close(ops.act(x, activation), formula(x.double()).to(dtype))
     gate, up = x.double().chunk(2, -1)
-    torch.testing.assert_close(get_ops(backend).act_and_mul(x), (gate * gate.sigmoid() * up).float())
+    expected = (formula(gate).to(dtype).double() * up).to(dtype)
+    torch.testing.assert_close(ops.act_and_mul(x, activation), expected)
+    weight = torch.randn(30, 96).to(dtype) * 0.1
+    both = ops.linear(x, ops.prepare_weight(weight, dtype))
+    fused = ops.linear_act_and_mul(x, ops.prepare_weight(weight, dtype), None, activation)
+    torch.testing.assert_close(fused, ops.act_and_mul(both, activation))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_at_the_ends_of_the_range(activation: Activation, backend: str) -> None:
+    out = get_ops(backend).act(torch.tensor([[1e4, -1e4, 0.0, float("nan"), 100.0, -100.0]]), activation)
+    assert out[0, [0, 2, 4]].tolist() == [1e4, 0.0, 100.0]
+    assert out[0, [1, 5]].abs().tolist() == [0.0, 0.0]
+    assert out[0, 3].isnan()
 
 
 @pytest.mark.parametrize("head_size", [64, 80, 128])

@@ -1,13 +1,16 @@
 """Norm, gate, block copy and matrix products in Triton, against the formulas in float64 and the reference."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
 
 from octavo.kernels import reference
+from octavo.kernels.activations import Activation
 
 pytest.importorskip("triton")
-from octavo.kernels.gpu.activation import act_and_mul
+from octavo.kernels.gpu.activation import act, act_and_mul
 from octavo.kernels.gpu.copy import copy_blocks
 from octavo.kernels.gpu.linear import (
     TILE_TOKENS,
@@ -18,7 +21,7 @@ from octavo.kernels.gpu.linear import (
     stream_product,
     tile_product,
 )
-from octavo.kernels.gpu.norm import rms_norm
+from octavo.kernels.gpu.norm import layer_norm, rms_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -64,6 +67,23 @@ def test_norm_by_one_plus_weight_is_that_of_the_formula(shape: tuple[int, int], 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 576), (3, 1000), (2, 16384), (33, 48), (0, 64), (4, 1)])
+def test_layer_norm_is_that_of_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, residual = random(*shape, dtype=dtype) + 5, random(shape[0], shape[1] + 3, dtype=dtype)[:, :-3]
+    weight, bias = random(shape[1], dtype=dtype), random(shape[1], dtype=dtype)
+    out, total = layer_norm(x, weight, bias, 1e-2, residual)
+    torch.testing.assert_close(total, x + residual, rtol=BOUNDS[dtype], atol=0.0)
+    wide = total.double()
+    centred = wide - wide.mean(-1, keepdim=True)
+    exact = weight.double() * (centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-2).sqrt()) + bias.double()
+    torch.testing.assert_close(out.double(), exact, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+    out, same = layer_norm(total, weight, bias, 1e-2)
+    assert same is total
+    torch.testing.assert_close(out.double(), exact, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_takes_views_of_any_rank(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     wide, weight = random(6, 3 * 4 * 80, dtype=dtype), random(80, dtype=dtype)
@@ -86,6 +106,31 @@ def test_gate_is_that_of_the_formula(shape: tuple[int, int], dtype: torch.dtype)
     assert out.shape == shape
     assert out.is_contiguous()
     torch.testing.assert_close(out.double(), gate * gate.sigmoid() * up, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_activations_are_those_of_the_reference(activation: Activation, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    x = random(3, 2 * 1027 + 3, dtype=dtype, scale=4.0)[:, :-3]
+    bounds = {"rtol": BOUNDS[dtype], "atol": BOUNDS[dtype]}
+    out = act(x, activation)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, reference.act(x, activation), **bounds)
+    torch.testing.assert_close(act_and_mul(x, activation), reference.act_and_mul(x, activation), **bounds)
+    weight = random(70, 2054, dtype=dtype, scale=0.02)
+    expected = reference.linear_act_and_mul(x, weight, None, activation)
+    torch.testing.assert_close(linear_act_and_mul(x, weight, None, activation), expected, **bounds)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_activations_at_the_ends_of_the_range(activation: Activation) -> None:
+    out = act(torch.tensor([[1e4, -1e4, 0.0, float("nan"), 100.0, -100.0]], device=DEVICE), activation)
+    assert out[0, [0, 2, 4]].tolist() == [1e4, 0.0, 100.0]
+    assert out[0, [1, 5]].abs().tolist() == [0.0, 0.0]
+    assert out[0, 3].isnan()
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")

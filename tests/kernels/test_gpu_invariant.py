@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from octavo.kernels import reference
+from octavo.kernels.activations import Activation
 from octavo.worker.models.decoder import Decoder
 
 pytest.importorskip("triton")
@@ -118,12 +120,28 @@ def test_a_large_product_is_the_same_among_any_number_of_tokens(shape: tuple[int
 def test_norm_and_gate_are_the_same_among_any_number_of_tokens(width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     x, weight = random(48, 2 * width, dtype=dtype, scale=3.0), random(2 * width, dtype=dtype)
-    norm: Callable[[Tensor], Tensor] = lambda rows: invariant.rms_norm(rows, weight, 1e-5, rows)[0]  # noqa: E731
-    for operation in (norm, invariant.act_and_mul):
+    operations: list[Callable[[Tensor], Tensor]] = [
+        lambda rows: invariant.rms_norm(rows, weight, 1e-5, rows)[0],
+        lambda rows: invariant.layer_norm(rows, weight, weight, 1e-5, rows)[0],
+        invariant.act_and_mul,
+    ]
+    for operation in operations:
         expected = operation(x)
         for count, start in ((1, 0), (1, 5), (2, 11), (3, 40), (7, 1), (16, 16), (17, 31), (47, 1)):
             rows = x[start : start + count].clone()
             assert same_bits(operation(rows), expected[start : start + count]), (count, start)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_activations_are_the_same_among_any_number_of_tokens(activation: Activation, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    x = random(17, 37, dtype=dtype, scale=3.0)
+    expected = invariant.act(x, activation)
+    for count, start in ((1, 0), (1, 16), (2, 11), (7, 1)):
+        rows = x[start : start + count].clone()
+        assert same_bits(invariant.act(rows, activation), expected[start : start + count]), (count, start)
 
 
 def rotate(fused: Tensor, positions: Tensor, heads: tuple[int, int, int], norm: Tensor) -> tuple[Tensor, Tensor]:

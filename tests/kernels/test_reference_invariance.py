@@ -1,12 +1,14 @@
 """Bits of the reference backend: nothing about the rest of a step may change one token's result."""
 
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from octavo.kernels import reference, sampling
+from octavo.kernels.activations import Activation
 
 # Output and input features: the demo model's projections, fused or not, its head, and odd ones.
 LINEARS = [(576, 576), (192, 576), (960, 576), (1536, 576), (3072, 576), (576, 1536), (33, 40), (1, 3)]
@@ -57,8 +59,12 @@ def test_a_product_is_the_same_among_any_number_of_rows(shape: tuple[int, int], 
 def test_norm_and_gate_are_the_same_among_any_number_of_rows(width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     x, weight = (torch.randn(48, 2 * width) * 3).to(dtype), torch.randn(2 * width).to(dtype)
-    norm: Callable[[Tensor], Tensor] = lambda rows: reference.rms_norm(rows, weight, 1e-5, rows)[0]  # noqa: E731
-    for operation in (norm, reference.act_and_mul):
+    operations: list[Callable[[Tensor], Tensor]] = [
+        lambda rows: reference.rms_norm(rows, weight, 1e-5, rows)[0],
+        lambda rows: reference.layer_norm(rows, weight, weight, 1e-5, rows)[0],
+        reference.act_and_mul,
+    ]
+    for operation in operations:
         expected = operation(x)
         for count in (1, 2, 3, 7, 16, 17, 31, 47):
             for start in range(0, 48 - count, 5):
@@ -66,12 +72,15 @@ def test_norm_and_gate_are_the_same_among_any_number_of_rows(width: int, dtype: 
                 assert same_bits(operation(rows), expected[start : start + count]), (count, start)
 
 
-def test_gate_agrees_in_vectors_and_their_remainders() -> None:
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_activations_agree_in_vectors_and_their_remainders(activation: Activation) -> None:
     torch.manual_seed(6)
     x = torch.randn(4000, 2 * 17) * 3  # 17 is a vector and one more
-    expected = reference.act_and_mul(x)
+    gated, plain = reference.act_and_mul(x, activation), reference.act(x[:, :17], activation)
     for row in range(0, 4000, 16):
-        assert same_bits(reference.act_and_mul(x[row : row + 1]), expected[row : row + 1]), row
+        line = slice(row, row + 1)
+        assert same_bits(reference.act_and_mul(x[line], activation), gated[line]), row
+        assert same_bits(reference.act(x[line, :17].clone(), activation), plain[line]), row
 
 
 class Sequence:
