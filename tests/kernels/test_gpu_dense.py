@@ -1,5 +1,6 @@
 """Norm, gate, block copy and matrix products in Triton, against the formulas in float64 and the reference."""
 
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -114,14 +115,14 @@ def test_gate_is_that_of_the_formula(shape: tuple[int, int], dtype: torch.dtype)
 def test_activations_are_those_of_the_reference(activation: Activation, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     x = random(3, 2 * 1027 + 3, dtype=dtype, scale=4.0)[:, :-3]
-    bounds = {"rtol": BOUNDS[dtype], "atol": BOUNDS[dtype]}
+    close = partial(torch.testing.assert_close, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
     out = act(x, activation)
     assert out.is_contiguous()
-    torch.testing.assert_close(out, reference.act(x, activation), **bounds)
-    torch.testing.assert_close(act_and_mul(x, activation), reference.act_and_mul(x, activation), **bounds)
+    close(out, reference.act(x, activation))
+    close(act_and_mul(x, activation), reference.act_and_mul(x, activation))
     weight = random(70, 2054, dtype=dtype, scale=0.02)
     expected = reference.linear_act_and_mul(x, weight, None, activation)
-    torch.testing.assert_close(linear_act_and_mul(x, weight, None, activation), expected, **bounds)
+    close(linear_act_and_mul(x, weight, None, activation), expected)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
