@@ -3,7 +3,7 @@
 A weight has N outputs and K inputs. `dequantized` defines which numbers each form stands for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -131,10 +131,13 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     """Undo `pack_codes`: [N, K / P] int32 -> [N, K] uint8."""
-    per_word = WORD_BITS // bits
-    codes = torch.empty((*packed.shape, per_word), dtype=torch.uint8, device=packed.device)
-    for place in range(per_word):
-        codes[:, :, place] = (packed >> (place * bits)) & (2**bits - 1)
+    lines = packed.contiguous().view(torch.uint8)  # the lowest byte of a word first
+    per_byte = 8 // bits
+    if per_byte == 1:
+        return lines
+    codes = torch.empty((*lines.shape, per_byte), dtype=torch.uint8, device=packed.device)
+    for place in range(per_byte):
+        codes[:, :, place] = (lines >> (place * bits)) & (2**bits - 1)
     return codes.flatten(1)
 
 
@@ -158,15 +161,23 @@ def dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def _grouped_rows(weight: GroupedWeight, rows: slice) -> Tensor:
-    codes = unpack_codes(weight.packed[rows], weight.bits).float()
-    group = torch.arange(codes.shape[1], device=codes.device) // weight.group_size
-    zeros = 2.0 ** (weight.bits - 1) if weight.zeros is None else weight.zeros[:, rows].T.float()[:, group]
-    numbers = weight.scales[:, rows].T.float()[:, group] * (codes - zeros)
+    numbers = unpack_codes(weight.packed[rows], weight.bits).float()
+    _by_group(numbers, weight.group_size, torch.Tensor.sub_, _zeros(weight)[:, rows].T.float())
+    _by_group(numbers, weight.group_size, torch.Tensor.mul_, weight.scales[:, rows].T.float())
     if weight.perm is None:
         return numbers
     result = torch.empty_like(numbers)
     result[:, weight.perm.long()] = numbers
     return result
+
+
+def _by_group(numbers: Tensor, group_size: int, change: Callable[[Tensor, Tensor], Tensor], operands: Tensor) -> None:
+    """Change the numbers [R, K] of each group by an operand of its own [R, G], in place."""
+    whole = numbers.shape[1] // group_size
+    if whole:
+        change(numbers[:, : whole * group_size].unflatten(1, (whole, group_size)), operands[:, :whole, None])
+    if whole < operands.shape[1]:
+        change(numbers[:, whole * group_size :], operands[:, whole:])
 
 
 def _table_rows(weight: TableWeight, rows: slice) -> Tensor:
@@ -184,8 +195,8 @@ def _table_rows(weight: TableWeight, rows: slice) -> Tensor:
 def _float8_rows(weight: Float8Weight, rows: slice) -> Tensor:
     codes = weight.codes[rows].float()
     row = torch.arange(rows.start, rows.stop, device=codes.device) // weight.block_n
-    column = torch.arange(codes.shape[1], device=codes.device) // weight.block_k
-    return codes * weight.scales[row][:, column]
+    _by_group(codes, weight.block_k, torch.Tensor.mul_, weight.scales[row])
+    return codes
 
 
 def join(weights: Sequence[Weight]) -> Weight | None:

@@ -73,9 +73,7 @@ def gptq(
         group = np.arange(inputs) // size
         if desc_act:
             group = random.permutation(group)
-        codes = _stream(np.ascontiguousarray(qweight.T), bits)
-        zeros = (_stream(qzeros, bits) + stored_minus) % 2**bits
-        numbers = scales.astype(np.float32).T[:, group] * (codes - zeros.T[:, group]).astype(np.float32)
+        numbers = gptq_numbers(qweight, qzeros, scales, group, bits, stored_minus)
         tensors = {
             "qweight": torch.from_numpy(qweight),
             "qzeros": torch.from_numpy(np.ascontiguousarray(qzeros)),
@@ -95,11 +93,9 @@ def awq_gemm(group_size: int = 16) -> Draw:
         groups = inputs // group_size
         qweight, qzeros = _words(random, inputs, outputs // 8), _words(random, groups, outputs // 8)
         scales = _scales(random, groups, outputs)
-        codes, zeros = _interleaved(qweight), _interleaved(qzeros)
-        group = np.arange(inputs) // group_size
-        numbers = scales.astype(np.float32)[group] * (codes - zeros[group]).astype(np.float32)
         tensors = {"qweight": qweight, "qzeros": qzeros, "scales": scales}
-        return Drawn({name: torch.from_numpy(array) for name, array in tensors.items()}, numbers.T.copy())
+        numbers = awq_numbers(qweight, qzeros, scales)
+        return Drawn({name: torch.from_numpy(array) for name, array in tensors.items()}, numbers)
 
     return draw
 
@@ -215,6 +211,24 @@ def compressed_integers(
         return Drawn(tensors, numbers)
 
     return draw
+
+
+def gptq_numbers(
+    qweight: Array, qzeros: Array, scales: Array, group: Array, bits: int = 4, stored_minus: int = 1
+) -> Array:
+    """Return the matrix [N, K] in fp32 of a layer in GPTQ's layout; group [K] is that of each input."""
+    codes = _stream(np.ascontiguousarray(qweight.T), bits)
+    zeros = (_stream(qzeros, bits) + stored_minus) % 2**bits
+    numbers: Array = scales.astype(np.float32).T[:, group] * (codes - zeros.T[:, group]).astype(np.float32)
+    return numbers
+
+
+def awq_numbers(qweight: Array, qzeros: Array, scales: Array) -> Array:
+    """Return the matrix [N, K] in fp32 of a layer in AWQ's gemm layout."""
+    codes, zeros = _interleaved(qweight), _interleaved(qzeros)
+    group = np.arange(len(codes)) // (len(codes) // len(zeros))
+    numbers = scales.astype(np.float32)[group] * (codes - zeros[group]).astype(np.float32)
+    return np.ascontiguousarray(numbers.T)
 
 
 def _words(random: np.random.Generator, rows: int, columns: int) -> npt.NDArray[np.int32]:
