@@ -1,5 +1,7 @@
 """Shards: every rank's parts together are the whole, and what does not split is refused with its numbers."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,15 +10,24 @@ from torch import Tensor
 
 from octavo.kernels.ops import get_ops
 from octavo.worker.errors import ModelConfigError
+from octavo.worker.models.attention import Attention
 from octavo.worker.models.config import parse_model_config
 from octavo.worker.models.decoder import Decoder
+from octavo.worker.models.description import MlpConfig, ModelConfig
+from octavo.worker.models.interface import Batch, KVCache
 from octavo.worker.models.layers import ColumnParallel, Linear, RowParallel
+from octavo.worker.models.mlp import Mlp
+from octavo.worker.models.rope import rotary_table
 from octavo.worker.models.targets import Placement, ShardSpec, Target
+from octavo.worker.quantization.plain import Unquantized
 from octavo.worker.quantization.scheme import Projection
+from tests.support.gpt_architectures import config_of
 from tests.support.tiny_models import TINY_LLAMA
 
 OPS = get_ops("reference")
 PLACEMENT = Placement(torch.float32, torch.device("cpu"))
+UNQUANTIZED = Unquantized()
+PHI3 = TINY_LLAMA | {"architectures": ["Phi3ForCausalLM"], "tie_word_embeddings": False}
 
 
 def fill(targets: dict[str, Target], tensors: dict[str, Tensor]) -> None:
@@ -88,6 +99,72 @@ def test_the_ranks_of_a_decoder_cover_every_sharded_tensor_once() -> None:
             assert decoder.targets()[name].view.shape == covered[decoder.targets()[name].part].shape
         sharded = "_proj" in name and not name.endswith(("o_proj.bias", "down_proj.bias"))
         assert (covered == (1 if sharded else 2)).all(), name
+
+
+FUSED: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "transposed": (config_of("gpt2"), {"attn.c_proj.bias", "mlp.c_proj.bias"}),
+    "by group": (
+        config_of("falcon", new_decoder_architecture=True, num_kv_heads=2, bias=True),
+        {"self_attention.dense.bias", "mlp.dense_4h_to_h.bias"},
+    ),
+    "by head": (
+        config_of("gpt_neox", num_attention_heads=6),
+        {"attention.dense.bias", "mlp.dense_4h_to_h.bias"},
+    ),
+    "stacked": (PHI3, set()),
+}
+"""Layout of fused matrices -> a config, and the biases that every rank holds whole."""
+
+
+@pytest.mark.parametrize("layout", FUSED)
+def test_the_ranks_cover_every_line_of_fused_matrices_once(layout: str) -> None:
+    config, whole_biases = FUSED[layout]
+    description = parse_model_config(config)
+    description = replace(description, layers=description.layers[:1])
+    decoders = [Decoder(description, OPS, PLACEMENT, ShardSpec(rank, 2), 4) for rank in range(2)]
+    layer = description.names.layer.format(0)
+    for name, target in Decoder(description, OPS, PLACEMENT, ShardSpec(), 4).targets().items():
+        places = torch.arange(math.prod(target.full_shape)).view(target.full_shape)
+        covered = torch.zeros(places.numel(), dtype=torch.int64)
+        for decoder in decoders:
+            taken = decoder.targets()[name].take(places)
+            assert taken.shape == decoder.targets()[name].view.shape, name
+            covered += torch.bincount(taken.flatten(), minlength=covered.numel())
+        part = name.removeprefix(f"{layer}.")
+        sharded = part != name and "norm" not in part and "ln_" not in part and part not in whole_biases
+        assert (covered == (1 if sharded else 2)).all(), name
+
+
+@pytest.mark.parametrize("layout", FUSED)
+def test_the_ranks_of_a_layer_sum_to_the_whole(layout: str) -> None:
+    description = parse_model_config(FUSED[layout][0])
+    x = torch.randn(5, description.hidden_size, generator=torch.Generator().manual_seed(1))
+    tensors: dict[str, Tensor] = {}
+    attended, inner = layer_of(description, ShardSpec(), tensors, x)
+    ranks = [layer_of(description, ShardSpec(rank, 2), tensors, x) for rank in range(2)]
+    assert torch.allclose(ranks[0][0] + ranks[1][0], attended, atol=1e-5)
+    assert torch.allclose(ranks[0][1] + ranks[1][1], inner, atol=1e-5)
+    assert not torch.allclose(ranks[0][0], attended, atol=1e-2)
+
+
+def layer_of(config: ModelConfig, shard: ShardSpec, tensors: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what attention and MLP of one rank make of x [T, hidden_size]; tensors that are not there are drawn."""
+    layer = config.layers[0]
+    assert isinstance(layer.mlp, MlpConfig)
+    attention = Attention(config, layer, PLACEMENT, shard, "layer", UNQUANTIZED)
+    mlp = Mlp(config, layer.mlp, PLACEMENT, shard, "layer", UNQUANTIZED)
+    for part in (attention, mlp):
+        for name, tensor in random_for(part.targets).items():
+            tensors.setdefault(name, tensor * tensor.shape[-1] ** -0.5)
+        fill(part.targets, tensors)
+        part.finish_loading(OPS)
+    caches = torch.zeros(2, 2, 8, config.num_kv_heads // shard.world, config.head_size)
+    places = torch.arange(len(x))
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    ends = torch.tensor([0, len(x)], dtype=torch.int32)
+    batch = Batch(places, places, places, table, ends, ends[1:], None)
+    cos_sin = rotary_table(OPS, config.ropes[0] if config.ropes else None, config.head_size, 8, PLACEMENT)
+    return attention(OPS, x, cos_sin, batch, KVCache(*caches)), mlp(OPS, x)
 
 
 @pytest.mark.parametrize(
