@@ -22,7 +22,7 @@ def silu(x):
 
 
 @triton.jit
-def _activated(x, ACTIVATION: tl.constexpr):
+def activated(x, ACTIVATION: tl.constexpr):
     """Activate fp32 values."""
     if ACTIVATION == "silu":
         return silu(x)
@@ -47,7 +47,7 @@ def _act_and_mul_kernel(
     inside = place < size
     wait_for_inputs(OVERLAP)
     gate = tl.load(x + line * x_stride + place, inside, other=0.0).to(tl.float32)
-    result = _activated(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
+    result = activated(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
     if GATED:
         result *= tl.load(x + line * x_stride + size + place, inside, other=0.0).to(tl.float32)
     tl.store(out + line * size + place, result.to(out.dtype.element_ty), inside)

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from octavo.kernels.gpu.attention_decode import decode_kernel
 from octavo.kernels.gpu.attention_prefill import prefill_kernel
+from octavo.kernels.gpu.counters import counters
 from octavo.kernels.gpu.launch import overlaps
 
 LOG2_E = math.log2(math.e)
-
-_MIN_COUNTERS = 1 << 17
-"""Counters made for a device at first: enough for 1024 rows of 128 KV heads."""
 
 
 class Tuning(NamedTuple):
@@ -142,7 +140,7 @@ def _launch_decode(
         rows.seq_lens,
         out,
         partials,
-        _counters(q.device, num_rows * num_kv_heads),
+        counters(q.device, num_rows * num_kv_heads),
         num_rows,
         programs * 2,
         q.stride(0),
@@ -271,19 +269,3 @@ def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # the interpreter: few, so that rows are split and joined
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-_counters_made: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def _counters(device: torch.device, count: int) -> Tensor:
-    """Return at least ``count`` int32 zeros that kernels count arrivals in and leave at zero.
-
-    They are kept for good: captured graphs hold their address.
-    """
-    size = max(_MIN_COUNTERS, _power_of_two(count))
-    found = _counters_made.get((device, size))
-    if found is None:
-        with torch.inference_mode(False):
-            found = _counters_made[device, size] = torch.zeros(size, dtype=torch.int32, device=device)
-    return found

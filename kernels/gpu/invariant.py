@@ -3,7 +3,8 @@
 A row's logits are the same alone and beside any others, whole, in chunks or computed again, as a prompt or token by token.
 What that takes:
 
-- ``linear`` adds each output up in one order, in tiles of one shape (``octavo.kernels.gpu.matmul``);
+- ``linear`` adds each output up in one order, in tiles of one shape (``octavo.kernels.gpu.matmul``), also where weights
+  are quantised; their inputs never are;
 - attention runs in one kernel for all rows, which goes through a row's keys in tiles that begin with its first one; a
   key that a query does not see adds exact zeros to its sums;
 - all else works on one token, or one line of the logits, at a time, in programs that are alike for any number of them.
@@ -17,6 +18,7 @@ from octavo.kernels.gpu import attention
 from octavo.kernels.gpu.activation import act, act_and_mul
 from octavo.kernels.gpu.copy import copy_blocks
 from octavo.kernels.gpu.filters import filter_logits
+from octavo.kernels.gpu.linear import prepare_weight
 from octavo.kernels.gpu.logprobs import logprobs
 from octavo.kernels.gpu.matmul import linear, linear_act_and_mul
 from octavo.kernels.gpu.norm import layer_norm, rms_norm
@@ -24,7 +26,7 @@ from octavo.kernels.gpu.penalties import apply_penalties
 from octavo.kernels.gpu.rotary import rotary_and_write_kv
 from octavo.kernels.gpu.sampling import first_nonfinite, sample
 from octavo.kernels.gpu.sampling_masks import apply_allowed, apply_logit_bias, apply_token_mask
-from octavo.kernels.reference import prepare_weight, rotary_cos_sin
+from octavo.kernels.reference import rotary_cos_sin
 
 __all__ = [
     "act",

@@ -14,9 +14,11 @@ from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.activations import Activation
+from octavo.kernels.gpu import quantized, quantized_linear
 from octavo.kernels.gpu.activation import act_and_mul, silu
-from octavo.kernels.gpu.launch import overlaps, wait_for_inputs
-from octavo.kernels.reference import prepare_weight
+from octavo.kernels.gpu.launch import overlaps, prefetch, wait_for_inputs
+from octavo.kernels.gpu.quantized import PackedWeight
+from octavo.kernels.weights import Weight
 
 __all__ = ["linear", "linear_act_and_mul", "prepare_weight"]
 
@@ -36,26 +38,13 @@ _HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 @triton.jit
-def _prefetch(pointers):
-    """Ask for the 128-byte line behind each pointer to be brought into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _ahead(lines, AHEAD: tl.constexpr, OVERLAP: tl.constexpr):
     """Fetch the first AHEAD columns of the lines [rows, 1] of pointers while the kernel before still runs.
 
     Only into the L2 cache, which is coherent: a weight that was written a moment ago is still read rightly.
     """
     if OVERLAP and AHEAD > 0:
-        _prefetch(lines + tl.arange(0, AHEAD // 64)[None, :] * 64)
+        prefetch(lines + tl.arange(0, AHEAD // 64)[None, :] * 64)
 
 
 @triton.jit
@@ -268,24 +257,33 @@ def tile_product(x: Tensor, weight: Tensor, bias: Tensor | None, shape: TileShap
     return out
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def prepare_weight(weight: Weight, dtype: torch.dtype) -> Tensor | PackedWeight:
+    """Return a weight [N, K] as ``linear`` of this backend wants it, for inputs of a dtype; quantised ones stay packed."""
+    return quantized.prepare(weight, dtype)
+
+
+def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``: x [T, K], weight [N, K] (from ``prepare_weight``), bias [N] -> [T, N].
 
     Sums are fp32. The kernel is chosen by T, N and K alone. The reference is ``octavo.kernels.reference.linear``.
     """
+    if isinstance(weight, PackedWeight):
+        return quantized_linear.linear(x, weight, bias)
     if not _fits(x, weight):
         return functional.linear(x, weight, bias)
     return _product(x, weight, bias, gated=False)
 
 
 def linear_act_and_mul(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu"
+    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, activation: Activation = "silu"
 ) -> Tensor:
     """``act_and_mul(linear(x, weight, bias))``: x [T, K], weight [2I, K], gate first, bias [2I] -> [T, I].
 
     For few tokens and silu it is one kernel; gate and up are rounded to x's dtype before the activation, as if they were
     two.
     """
+    if isinstance(weight, PackedWeight):
+        return quantized_linear.linear_act_and_mul(x, weight, bias, activation)
     if activation != "silu" or not _fits(x, weight):
         return act_and_mul(linear(x, weight, bias), activation)
     return _product(x, weight, bias, gated=True)

@@ -16,6 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from octavo.kernels.activations import Activation
 from octavo.kernels.gpu.activation import act_and_mul
 from octavo.kernels.gpu.launch import overlaps, wait_for_inputs
+from octavo.kernels.gpu.quantized import PackedWeight
+from octavo.kernels.gpu.quantized_linear import invariant_linear
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -126,7 +128,7 @@ def pointer_kernel(
     _store(total, bias, out, token, output, num_tokens, num_outputs, HAS_BIAS)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``: x [T, K], weight [N, K] (from ``prepare_weight``), bias [N], of one dtype -> [T, N].
 
     Sums are fp32, the bias is added before they are rounded, and the bits of a line of the result depend on that line of
@@ -135,6 +137,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: the weight is not contiguous.
     """
+    if isinstance(weight, PackedWeight):
+        return invariant_linear(x, weight, bias)
     if not weight.is_contiguous():
         raise ValueError(f"weight of strides {weight.stride()}: expected a contiguous one")
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
@@ -147,7 +151,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_act_and_mul(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu"
+    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, activation: Activation = "silu"
 ) -> Tensor:
     """``act_and_mul(linear(x, weight, bias))``: x [T, K], weight [2I, K], gate first, bias [2I] -> [T, I]."""
     return act_and_mul(linear(x, weight, bias), activation)

@@ -7,6 +7,7 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.cpu import attention as cpu_attention
 from octavo.kernels.gpu import attention
+from octavo.kernels.gpu.counters import counters
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -96,7 +97,7 @@ def check(step: Step, num_decodes: int, window: int = 0, softcap: float = 0.0) -
     out = attention.paged_attention(*step.arguments(), num_decodes=num_decodes, window=window, softcap=softcap)
     tolerance = TOLERANCE[step.q.dtype]
     torch.testing.assert_close(out.cpu().double(), step.formula(window, softcap), rtol=tolerance, atol=tolerance)
-    assert not attention._counters(step.q.device, 1).any()
+    assert not counters(step.q.device, 1).any()
     return out
 
 
