@@ -75,6 +75,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "opt": ("opt", {}),
     "opt-no-bias": ("opt", {"enable_bias": False, "activation_function": "gelu", "tie_word_embeddings": False}),
+    "opt-350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "opt-projected": (
+        "opt",
+        {"word_embed_proj_dim": 56, "_remove_final_layer_norm": True, "tie_word_embeddings": False},
+    ),
     "phi": ("phi", {}),
     "phi-groups": ("phi", {"num_attention_heads": 6, "num_key_value_heads": 2, "layer_norm_eps": 0.1}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),

@@ -33,14 +33,17 @@ class Decoder:
         self.config = config
         self._ops = ops
         names = config.names
-        self._embedding = placement.empty(config.vocab_size, config.hidden_size)
+        size = config.embedding_size or config.hidden_size
+        self._embedding = placement.empty(config.vocab_size, size)
+        self._project_in = _projection(placement, names.project_in, size, config.hidden_size)
+        self._project_out = _projection(placement, names.project_out, config.hidden_size, size)
         self._positions = placement.empty(config.positions.num_lines, config.hidden_size) if config.positions else None
         self._layers = [
             _Layer(config, layer, placement, shard, names.layer.format(i), quantization)
             for i, layer in enumerate(config.layers)
         ]
-        self._norm = Norm(placement, config.hidden_size, config.norm, names.final_norm)
-        self._head = None if config.tied_embeddings else _make_head(config, placement, quantization)
+        self._norm = Norm(placement, config.hidden_size, config.norm, names.final_norm) if names.final_norm else None
+        self._head = None if config.tied_embeddings else _make_head(config, size, placement, quantization)
         self._tied_head: Prepared = None  # the embedding, prepared for products
         self._cos_sin = [rotary_table(ops, rope, config.head_size, max_positions, placement) for rope in config.ropes]
         self._no_rotation = rotary_table(ops, None, config.head_size, max_positions, placement)
@@ -48,13 +51,11 @@ class Decoder:
     def targets(self) -> dict[str, Target]:
         """Return where each tensor of a checkpoint goes."""
         names = self.config.names
-        targets = {f"{names.embedding}.weight": whole(self._embedding)} | self._norm.targets
+        targets = {f"{names.embedding}.weight": whole(self._embedding)}
         if self._positions is not None:
             targets[f"{names.positions}.weight"] = whole(self._positions)
-        if self._head is not None:
-            targets |= self._head.targets
-        for layer in self._layers:
-            targets |= layer.targets
+        for part in (self._project_in, self._norm, self._project_out, self._head, *self._layers):
+            targets |= part.targets if part else {}
         return targets
 
     def name_of(self, name: str) -> str:
@@ -68,11 +69,10 @@ class Decoder:
 
     def finish_loading(self) -> None:
         """Bring all weights into the backend's form; called once, after the last tensor was loaded."""
-        for layer in self._layers:
-            layer.finish_loading(self._ops)
-        if self._head is not None:
-            self._head.finish_loading(self._ops)
-        else:
+        for part in (self._project_in, self._project_out, self._head, *self._layers):
+            if part is not None:
+                part.finish_loading(self._ops)
+        if self._head is None:
             self._tied_head = self._ops.prepare_weight(self._embedding, self._embedding.dtype)
 
     def empty_logits(self, num_rows: int) -> Tensor:
@@ -94,6 +94,8 @@ class Decoder:
         x = torch.nn.functional.embedding(batch.input_ids, self._embedding)
         if self.config.embedding_scale != 1.0:
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()  # rounded as transformers does
+        if self._project_in is not None:
+            x = self._project_in(self._ops, x)
         if self.config.positions is not None and self._positions is not None:
             x = x + torch.nn.functional.embedding(batch.positions + self.config.positions.offset, self._positions)
         residual: Tensor | None = None
@@ -117,15 +119,26 @@ class Decoder:
         x, residual = hidden
         if wanted is not None:
             x, residual = x[wanted], None if residual is None else residual[wanted]
-        x, _ = self._norm(self._ops, x, residual)
+        x, _ = _normed_sum(self._ops, self._norm, x, residual)
+        if self._project_out is not None:
+            x = self._project_out(self._ops, x)
         logits = self._ops.linear(x, self._tied_head) if self._head is None else self._head(self._ops, x)
         cap = self.config.final_softcap
         return logits if not cap else torch.tanh(logits / cap) * cap
 
 
-def _make_head(config: ModelConfig, placement: Placement, quantization: Quantization) -> Linear:
+def _projection(placement: Placement, prefix: str, in_features: int, out_features: int) -> Linear | None:
+    """Return a product between embeddings and layers, which formats of layers' weights leave as it is; None: none."""
+    if not prefix:
+        return None
+    projection = Projection(prefix, out_features, slice(0, out_features))
+    shape = LinearShape((projection,), in_features, slice(0, in_features))
+    return Linear(placement, shape, None, adds_bias=False, quantization=_UNQUANTIZED)
+
+
+def _make_head(config: ModelConfig, in_features: int, placement: Placement, quantization: Quantization) -> Linear:
     projection = Projection(config.names.head, config.vocab_size, slice(0, config.vocab_size))
-    shape = LinearShape((projection,), config.hidden_size, slice(0, config.hidden_size), config.head_bias)
+    shape = LinearShape((projection,), in_features, slice(0, in_features), config.head_bias)
     bias = placement.empty(config.vocab_size) if config.head_bias else None
     return Linear(placement, shape, bias, adds_bias=True, quantization=quantization)
 
@@ -151,7 +164,7 @@ class _Layer:
 
         self.config = layer
         self._residual = config.residual
-        self._input_norm = Norm(placement, config.hidden_size, config.norm, f"{prefix}.{names.input_norm}")
+        self._input_norm = norm(names.input_norm)
         self._attention = Attention(config, layer, placement, shard, prefix, quantization)
         self._post_attention_norm = norm(names.post_attention_norm)
         self._mlp_norm = norm(names.mlp_norm)
@@ -168,18 +181,30 @@ class _Layer:
 
     def forward(
         self, ops: Ops, x: Tensor, residual: Tensor | None, cos_sin: Tensor, batch: Batch, cache: KVCache
-    ) -> tuple[Tensor, Tensor]:
-        """Take the last part's output and the sum before it; return the same for the next layer."""
-        x, residual = self._input_norm(ops, x, residual)
+    ) -> tuple[Tensor, Tensor | None]:
+        """Take the last part's output and the sum before it (None: the output is all); return them for the next layer."""
+        if self._residual == "post":
+            attended = self._attention(ops, x, cos_sin, batch, cache)
+            x, _ = _normed_sum(ops, self._post_attention_norm, attended, x)
+            x, _ = _normed_sum(ops, self._post_mlp_norm, self._mlp(ops, x), x)
+            return x, None
+        x, residual = _normed_sum(ops, self._input_norm, x, residual)
         attended = self._attention(ops, x, cos_sin, batch, cache)
         if self._residual == "parallel":
             read = x if self._mlp_norm is None else self._mlp_norm(ops, residual)[0]
             return attended + self._mlp(ops, read), residual
         if self._post_attention_norm is not None:
             attended, _ = self._post_attention_norm(ops, attended)
-        if self._mlp_norm is not None:
-            x, residual = self._mlp_norm(ops, attended, residual)
+        x, residual = _normed_sum(ops, self._mlp_norm, attended, residual)
         x = self._mlp(ops, x)
         if self._post_mlp_norm is not None:
             x, _ = self._post_mlp_norm(ops, x)
         return x, residual
+
+
+def _normed_sum(ops: Ops, norm: Norm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the norm, if there is one, of the sum of x and the residual, and the sum."""
+    if norm is not None:
+        return norm(ops, x, residual)
+    total = x if residual is None else x + residual
+    return total, total

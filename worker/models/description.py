@@ -65,10 +65,12 @@ class TensorNames:
     embedding: str = "model.embed_tokens"
     positions: str = ""
     layer: str = "model.layers.{}"
-    final_norm: str = "model.norm"
+    project_in: str = ""  # from the size of the embeddings to the hidden size, and back before the head
+    project_out: str = ""
+    final_norm: str = "model.norm"  # "" of any norm: none; what it would stand before reads the sum itself
     head: str = "lm_head"
     input_norm: str = "input_layernorm"
-    post_attention_norm: str = ""  # of the attention's output, before it is added (residual "sandwich")
+    post_attention_norm: str = ""  # of the attention's output, before it is added (residual "sandwich"), or after
     mlp_norm: str = "post_attention_layernorm"  # "": the MLP reads what the attention reads (residual "parallel")
     post_mlp_norm: str = ""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one that is fused
@@ -98,8 +100,9 @@ class TensorNames:
 class ModelConfig:
     """A decoder.
 
-    The residual is built in one of three ways: "pre": each part reads a norm of the sum so far and is added to it;
-    "sandwich": as before, and a norm stands behind each part too; "parallel": attention and MLP read the same sum.
+    The residual is built in one of four ways: "pre": each part reads a norm of the sum so far and is added to it;
+    "sandwich": as before, and a norm stands behind each part too; "parallel": attention and MLP read the same sum; "post":
+    each part reads the sum, and a norm stands behind each addition.
     """
 
     architecture: str
@@ -115,7 +118,7 @@ class ModelConfig:
     dtype: str  # of the checkpoint: float32, float16 or bfloat16
     ropes: tuple[RopeConfig, ...] = ()
     positions: LearnedPositions | None = None
-    residual: Literal["pre", "sandwich", "parallel"] = "pre"
+    residual: Literal["pre", "sandwich", "parallel", "post"] = "pre"
     qkv_bias: bool = False
     output_bias: bool = False  # of the attention's output projection
     qkv_by_group: bool = False  # a fused projection holds, for each KV head, its query heads, then key, then value
@@ -123,6 +126,7 @@ class ModelConfig:
     attention_scale: float | None = None  # None: head_size ** -0.5
     attention_softcap: float = 0.0  # 0: none
     final_softcap: float = 0.0
+    embedding_size: int | None = None  # None: hidden_size; else there are projections between the two
     embedding_scale: float = 1.0
     head_bias: bool = False
     transposed: bool = False  # matrices of the layers are stored as [inputs, outputs]

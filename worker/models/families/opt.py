@@ -1,6 +1,7 @@
-"""OPT: learned positions that begin with the third line of their table, ReLU."""
+"""OPT: learned positions that begin with the third line of their table, ReLU; OPT-350m has its norms behind the parts."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from octavo.worker.errors import ModelConfigError
 from octavo.worker.models.description import (
@@ -32,7 +33,9 @@ _NAMES = TensorNames(
 def _opt(architecture: str, fields: Fields) -> ModelConfig:
     heads = equal_heads(fields, rotates=False)
     hidden_size, num_positions = fields.count("hidden_size"), fields.count("max_position_embeddings", 2048)
-    _refuse_unsupported(fields, hidden_size)
+    if not fields.flag("layer_norm_elementwise_affine", True):
+        raise ModelConfigError("layer_norm_elementwise_affine = false is not supported")
+    embedding_size = fields.count("word_embed_proj_dim", hidden_size)
     has_bias = fields.flag("enable_bias", True)
     mlp = MlpConfig(
         size=fields.count("ffn_dim"),
@@ -53,23 +56,25 @@ def _opt(architecture: str, fields: Fields) -> ModelConfig:
         tied_embeddings=fields.flag("tie_word_embeddings", True),
         dtype=read_dtype(fields),
         positions=LearnedPositions(num_positions + _OFFSET, _OFFSET),
+        residual="pre" if fields.flag("do_layer_norm_before", True) else "post",
         qkv_bias=has_bias,
         output_bias=has_bias,
-        names=_NAMES,
+        embedding_size=embedding_size,
+        names=_names(fields, has_projections=embedding_size != hidden_size),
         quantization=fields.raw("quantization_config"),
     )
 
 
-def _refuse_unsupported(fields: Fields, hidden_size: int) -> None:
-    if not fields.flag("do_layer_norm_before", True):
-        raise ModelConfigError("do_layer_norm_before = false is not supported")
+def _names(fields: Fields, *, has_projections: bool) -> TensorNames:
+    is_pre = fields.flag("do_layer_norm_before", True)
+    names = _NAMES if is_pre else replace(_NAMES, input_norm="", mlp_norm="", final_norm="")
+    if not is_pre:
+        names = replace(names, post_attention_norm=_NAMES.input_norm, post_mlp_norm=_NAMES.mlp_norm)
     if fields.flag("_remove_final_layer_norm", False):
-        raise ModelConfigError("_remove_final_layer_norm = true is not supported")
-    if not fields.flag("layer_norm_elementwise_affine", True):
-        raise ModelConfigError("layer_norm_elementwise_affine = false is not supported")
-    embedded = fields.count("word_embed_proj_dim", hidden_size)
-    if embedded != hidden_size:
-        raise fields.refusal("word_embed_proj_dim", embedded, f"only hidden_size = {hidden_size} is supported")
+        names = replace(names, final_norm="")
+    if has_projections:
+        names = replace(names, project_in="model.decoder.project_in", project_out="model.decoder.project_out")
+    return names
 
 
 ARCHITECTURES: dict[str, Callable[[str, Fields], ModelConfig]] = {"OPTForCausalLM": _opt}
