@@ -1,6 +1,7 @@
 """The operations a backend offers, and the choice of one by name."""
 
 import importlib
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -19,7 +20,7 @@ class Ops(Protocol):
 
     A backend is a module with these functions. T: tokens of the step over all rows, R: rows of the step, S: sampling
     rows, P: rows with penalties, H: hidden size, nq and nkv: query and key heads, d: head size, B: block size, V:
-    vocabulary size.
+    vocabulary size, E: experts.
     """
 
     def rms_norm(
@@ -46,6 +47,26 @@ class Ops(Protocol):
         self, x: Tensor, weight: Prepared, bias: Tensor | None = None, activation: Activation = "silu"
     ) -> Tensor:
         """[T, K], prepared [2I, K], gate first, [2I] -> [T, I]."""
+        ...
+
+    def route(self, logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+        """[T, E] -> ids [T, top_k] int32 and weights [T, top_k] fp32 of the experts with the highest logits."""
+        ...
+
+    def prepare_experts(self, weights: Tensor | Sequence[Weight], dtype: torch.dtype) -> Prepared:
+        """[E, N, K], or E weights [N, K] -> what this backend's ``experts`` takes; called once, after loading."""
+        ...
+
+    def experts(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+        gate_up: Prepared,
+        down: Prepared,
+        activation: Activation = "silu",
+    ) -> Tensor:
+        """[T, H], ids [T, k] int32, weights [T, k] fp32, prepared E [2I, H], gate first, and E [H, I] -> [T, H]."""
         ...
 
     def act(self, x: Tensor, activation: Activation) -> Tensor:

@@ -10,12 +10,14 @@ Sampling operations are the same for every backend: ``octavo.kernels.sampling``.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from octavo.kernels.activations import Activation
+from octavo.kernels.experts import combine, route, stacked
 from octavo.kernels.sampling import (
     apply_allowed,
     apply_logit_bias,
@@ -36,6 +38,7 @@ __all__ = [
     "apply_penalties",
     "apply_token_mask",
     "copy_blocks",
+    "experts",
     "filter_logits",
     "first_nonfinite",
     "layer_norm",
@@ -43,10 +46,12 @@ __all__ = [
     "linear_act_and_mul",
     "logprobs",
     "paged_attention",
+    "prepare_experts",
     "prepare_weight",
     "rms_norm",
     "rotary_and_write_kv",
     "rotary_cos_sin",
+    "route",
     "sample",
 ]
 
@@ -139,6 +144,32 @@ def linear_act_and_mul(
 ) -> Tensor:
     """``act_and_mul(linear(x, weight, bias))``: x [T, K], weight [2I, K], gate first, bias [2I] -> [T, I]."""
     return act_and_mul(linear(x, weight, bias), activation)
+
+
+def prepare_experts(weights: Tensor | Sequence[Weight], dtype: torch.dtype) -> Tensor:
+    """Return experts' weights, [E, N, K] or E times [N, K], in the form in which ``experts`` wants them: plain [E, N, K]."""
+    return stacked(weights, dtype)
+
+
+def experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation = "silu",
+) -> Tensor:
+    """Gated MLPs of experts, each of its own tokens: ``sum of weight * linear(linear_act_and_mul(x, gate_up), down)``.
+
+    x [T, H], expert_ids [T, k] int32 and expert_weights [T, k] fp32 (see ``route``), gate_up [E, 2I, H], gate first, and
+    down [E, H, I] from ``prepare_experts`` -> [T, H]. Each expert's result is rounded to x's dtype; the sum over a token's
+    experts is fp32, in the order of its ids, and rounded once. Source: Shazeer et al. 2017, arXiv 1701.06538.
+    """
+
+    def mlp(expert: int, rows: Tensor) -> Tensor:
+        return linear(linear_act_and_mul(rows, gate_up[expert], None, activation), down[expert])
+
+    return combine(x, expert_ids, expert_weights, mlp)
 
 
 def rotary_cos_sin(inv_freq: Tensor, max_positions: int, scaling: float = 1.0) -> Tensor:

@@ -2,6 +2,8 @@
 
 from octavo.kernels.cpu.attention import paged_attention
 from octavo.kernels.cpu.dense import act, act_and_mul, layer_norm, linear, linear_act_and_mul, prepare_weight, rms_norm
+from octavo.kernels.cpu.experts import experts, prepare_experts
+from octavo.kernels.experts import route
 from octavo.kernels.reference import copy_blocks, rotary_and_write_kv, rotary_cos_sin
 from octavo.kernels.sampling import (
     apply_allowed,
@@ -22,6 +24,7 @@ __all__ = [
     "apply_penalties",
     "apply_token_mask",
     "copy_blocks",
+    "experts",
     "filter_logits",
     "first_nonfinite",
     "layer_norm",
@@ -29,9 +32,11 @@ __all__ = [
     "linear_act_and_mul",
     "logprobs",
     "paged_attention",
+    "prepare_experts",
     "prepare_weight",
     "rms_norm",
     "rotary_and_write_kv",
     "rotary_cos_sin",
+    "route",
     "sample",
 ]

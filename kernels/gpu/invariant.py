@@ -5,6 +5,7 @@ What that takes:
 
 - ``linear`` adds each output up in one order, in tiles of one shape (``octavo.kernels.gpu.matmul``), also where weights
   are quantised; their inputs never are;
+- experts' products run in tiles of one shape, and always on sorted pairs of a token and an expert;
 - attention runs in one kernel for all rows, which goes through a row's keys in tiles that begin with its first one; a
   key that a query does not see adds exact zeros to its sums;
 - all else works on one token, or one line of the logits, at a time, in programs that are alike for any number of them.
@@ -12,11 +13,14 @@ What that takes:
   lines.
 """
 
+import torch
 from torch import Tensor
 
+from octavo.kernels.activations import Activation
 from octavo.kernels.gpu import attention
 from octavo.kernels.gpu.activation import act, act_and_mul
 from octavo.kernels.gpu.copy import copy_blocks
+from octavo.kernels.gpu.experts import Shape, Tile, prepare_experts, run_experts
 from octavo.kernels.gpu.filters import filter_logits
 from octavo.kernels.gpu.linear import prepare_weight
 from octavo.kernels.gpu.logprobs import logprobs
@@ -24,6 +28,7 @@ from octavo.kernels.gpu.matmul import linear, linear_act_and_mul
 from octavo.kernels.gpu.norm import layer_norm, rms_norm
 from octavo.kernels.gpu.penalties import apply_penalties
 from octavo.kernels.gpu.rotary import rotary_and_write_kv
+from octavo.kernels.gpu.routing import route
 from octavo.kernels.gpu.sampling import first_nonfinite, sample
 from octavo.kernels.gpu.sampling_masks import apply_allowed, apply_logit_bias, apply_token_mask
 from octavo.kernels.reference import rotary_cos_sin
@@ -36,6 +41,7 @@ __all__ = [
     "apply_penalties",
     "apply_token_mask",
     "copy_blocks",
+    "experts",
     "filter_logits",
     "first_nonfinite",
     "layer_norm",
@@ -43,12 +49,32 @@ __all__ = [
     "linear_act_and_mul",
     "logprobs",
     "paged_attention",
+    "prepare_experts",
     "prepare_weight",
     "rms_norm",
     "rotary_and_write_kv",
     "rotary_cos_sin",
+    "route",
     "sample",
 ]
+
+_EXPERTS = Shape(Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4))
+"""Of half precision, for few tokens and for many."""
+
+_FLOAT32_EXPERTS = Shape(Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2))
+
+
+def experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation = "silu",
+) -> Tensor:
+    """Do what ``octavo.kernels.gpu.experts`` does: a pair's sums are one chain each, wherever in a tile the pair is."""
+    shape = _FLOAT32_EXPERTS if gate_up.dtype is torch.float32 else _EXPERTS
+    return run_experts(x, expert_ids, expert_weights, gate_up, down, activation, shape)
 
 
 def paged_attention(

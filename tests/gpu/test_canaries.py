@@ -83,6 +83,22 @@ def products(guards: Guards) -> None:
 
 
 @case
+def experts(guards: Guards) -> None:
+    num_experts, top_k, inner = (60, 8, 776) if CUDA else (5, 3, 40)
+    gate_up = guards.copy(random(num_experts, 2 * inner, HIDDEN, scale=HIDDEN**-0.5))
+    down = guards.copy(random(num_experts, HIDDEN, inner, scale=inner**-0.5))
+    for tokens in (1, 2, TOKENS, *((1500,) if CUDA else ())):
+        logits, x = guards.copy(random(tokens, num_experts)), guards.copy(random(tokens, HIDDEN))
+        ids, weights = OPS.route(logits, top_k, renormalize=True)
+        expected_ids, expected_weights = reference.route(logits, top_k, renormalize=True)
+        assert torch.equal(ids, expected_ids)
+        same(weights, expected_weights, 1e-4)
+        expected = reference.experts(x, ids, weights, gate_up, down)
+        for ops in (OPS, get_ops("triton", batch_invariant=True)):
+            same(ops.experts(x, ids, weights, gate_up, down), expected, 2 * BOUND)
+
+
+@case
 def rotary_and_write_kv(guards: Guards) -> None:
     fused = random(TOKENS, (HEADS + 2 * KV_HEADS) * HEAD_SIZE)
     parts = fused.split([heads * HEAD_SIZE for heads in (HEADS, KV_HEADS, KV_HEADS)], -1)

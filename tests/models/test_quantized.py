@@ -15,7 +15,7 @@ from octavo.worker.errors import ModelConfigError, WeightsError
 from octavo.worker.models import layers
 from tests.support import quantized
 from tests.support.architectures import logits_of
-from tests.support.quantized import WIDE_LLAMA, Draw, quantized_model
+from tests.support.quantized import WIDE_LLAMA, WIDE_QWEN2_MOE, Draw, quantized_model
 from tests.support.tiny_models import load_eager, random_tensors, write_model
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False}
@@ -75,6 +75,18 @@ def test_a_quantised_model_is_the_plain_one_of_its_numbers(tmp_path: Path, name:
     assert torch.allclose(logits(tmp_path / "stored", backend="cpu"), expected, atol=1e-3, rtol=1e-3)
     random = logits(tmp_path / "stored", load_format="dummy")
     assert bool(random.isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["gptq desc_act", "awq gemm", "squeezellm", "fp8 blocks", "compressed int8"])
+def test_quantised_experts_are_plain_ones_of_their_numbers(tmp_path: Path, name: str) -> None:
+    config, draw = CHECKPOINTS[name]
+    stored, plain = quantized_model(WIDE_QWEN2_MOE, draw)
+    assert sum("experts" in key for key in stored.keys() - plain.keys()) > 0
+    write_model(tmp_path / "stored", WIDE_QWEN2_MOE | {"quantization_config": config}, stored)
+    write_model(tmp_path / "plain", WIDE_QWEN2_MOE, plain)
+    expected = logits(tmp_path / "plain")
+    assert torch.equal(logits(tmp_path / "stored"), expected)
+    assert torch.allclose(logits(tmp_path / "stored", backend="cpu"), expected, atol=1e-3, rtol=1e-3)
 
 
 def test_half_precision_rounds_each_number_once(tmp_path: Path) -> None:

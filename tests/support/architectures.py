@@ -131,6 +131,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     **gpt_architectures.CONFIGS,
+    "mixtral": ("mixtral", {"num_local_experts": 5}),
+    "mixtral-window": ("mixtral", {"sliding_window": 17, "num_local_experts": 8, "num_experts_per_tok": 3}),
+    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3-moe-sparse": ("qwen3_moe", {"decoder_sparse_step": 2, "attention_bias": True, "hidden_act": "gelu"}),
+    "qwen2-moe": ("qwen2_moe", {"num_hidden_layers": 2}),
 }
 """Name of a case -> kind of model (a key of KINDS) and how its config differs from that of `base_values`."""
 
@@ -142,9 +147,12 @@ KINDS: dict[str, str] = {
     "llama": "Llama",
     "ministral": "Ministral",
     "mistral": "Mistral",
+    "mixtral": "Mixtral",
     "phi3": "Phi3",
     "qwen2": "Qwen2",
+    "qwen2_moe": "Qwen2Moe",
     "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
     "smollm3": "SmolLM3",
     **gpt_architectures.KINDS,
 }
@@ -156,6 +164,13 @@ _CLASSES = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
 }
 """Config and model of kinds whose names end otherwise than most."""
+
+
+_QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "head_dim": 8}
+_OF_KINDS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": _QWEN_EXPERTS | {"shared_expert_intermediate_size": 36},
+    "qwen3_moe": _QWEN_EXPERTS,
+}
 
 
 def base_values(kind: str) -> dict[str, Any]:
@@ -174,7 +189,7 @@ def base_values(kind: str) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         "tie_word_embeddings": False,
         "pad_token_id": None,  # transformers' defaults lie behind the vocabulary
-    }
+    } | _OF_KINDS.get(kind, {})
 
 
 def write_with_transformers(folder: Path, kind: str, changes: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tests.support.tiny_models import TINY_LLAMA, random_tensors
+from tests.support.tiny_models import TINY_LLAMA, TINY_QWEN2_MOE, random_tensors
 
 Array = npt.NDArray[Any]
 _DTYPES = {
@@ -272,6 +272,15 @@ WIDE_LLAMA: dict[str, Any] = TINY_LLAMA | {
     "num_key_value_heads": 4,
 }
 """As TINY_LLAMA, of sizes that every format can store."""
+WIDE_QWEN2_MOE: dict[str, Any] = TINY_QWEN2_MOE | {
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+"""The same of TINY_QWEN2_MOE."""
 
 
 def quantized_model(

@@ -36,6 +36,17 @@ TINY_LLAMA: dict[str, Any] = {
     "dtype": "float32",
 }
 
+TINY_QWEN2_MOE: dict[str, Any] = {key: value for key, value in TINY_LLAMA.items() if key != "mlp_bias"} | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "shared_expert_intermediate_size": 36,
+    "norm_topk_prob": False,
+}
+"""Routed experts and a shared one."""
+
 
 def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """Return a checkpoint's tensors for a config, large enough that logits differ clearly."""

@@ -9,10 +9,10 @@ import pytest
 
 from octavo.worker.errors import ModelConfigError
 from octavo.worker.models.config import load_model_config, parse_model_config
-from octavo.worker.models.description import MlpConfig, ModelConfig
+from octavo.worker.models.description import ExpertsConfig, LayerConfig, MlpConfig, ModelConfig
 from octavo.worker.models.rope_config import RopeConfig
 from octavo.worker.models.sizes import num_parameters
-from tests.support.tiny_models import TINY_LLAMA, random_tensors
+from tests.support.tiny_models import TINY_LLAMA, TINY_QWEN2_MOE, random_tensors
 
 QWEN2: dict[str, Any] = {k: v for k, v in TINY_LLAMA.items() if k not in ("attention_bias", "mlp_bias", "head_dim")} | {
     "architectures": ["Qwen2ForCausalLM"],
@@ -309,6 +309,66 @@ def test_what_is_refused_of_windows_and_partial_rotation(config: dict[str, Any],
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelConfigError, match=message):
         parse_model_config(llama(**changes))
+
+
+MIXTRAL: dict[str, Any] = {k: v for k, v in TINY_LLAMA.items() if k not in ("attention_bias", "mlp_bias")} | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 4096,
+    "rope_theta": None,
+}
+QWEN3_MOE = {k: v for k, v in TINY_QWEN2_MOE.items() if not k.startswith("shared")} | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "num_hidden_layers": 6,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [3],
+}
+
+
+def test_mixtral_has_experts_and_a_window_in_every_layer() -> None:
+    config = parse_model_config(MIXTRAL)
+    assert set(config.layers) == {LayerConfig(ExpertsConfig(8, 2, 80, renormalize=True), 4096)}
+    assert config.ropes == (RopeConfig(1_000_000.0),)
+    assert parse_model_config(MIXTRAL | {"sliding_window": None}).layers[0].window == 0
+
+
+def test_qwen3_moe_has_experts_in_some_layers() -> None:
+    config = parse_model_config(QWEN3_MOE)
+    experts, dense = ExpertsConfig(6, 3, 28, renormalize=True), MlpConfig(80)
+    assert [layer.mlp for layer in config.layers] == [dense, experts, dense, dense, dense, experts]
+    assert config.qk_norm == config.norm
+    assert {layer.window for layer in config.layers} == {0}
+    config = parse_model_config(QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 9})
+    assert {layer.window for layer in config.layers} == {9}
+    assert parse_model_config(TINY_QWEN2_MOE).layers[0].mlp == ExpertsConfig(6, 3, 28, False, shared=MlpConfig(36))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is above num_local_experts = 8"),
+        (MIXTRAL | {"num_local_experts": None}, "num_experts is missing"),
+        (MIXTRAL | {"num_local_experts": 0}, "num_local_experts = 0: expected an integer from 1"),
+        (MIXTRAL | {"sliding_window": 0}, "sliding_window = 0: expected an integer from 1"),
+        (MIXTRAL | {"hidden_act": "elu"}, "hidden_act = 'elu' is not supported; supported are silu"),
+        (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers = 3: expected a list of layers"),
+        (QWEN3_MOE | {"mlp_only_layers": ["3"]}, r"mlp_only_layers = \['3'\]: expected a list of layers"),
+        (QWEN3_MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step = 0: expected an integer from 1"),
+        (QWEN3_MOE | {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        (QWEN3_MOE | {"norm_topk_prob": "yes"}, "norm_topk_prob = 'yes': expected true or false"),
+        (QWEN3_MOE | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: not supported for Qwen3Moe"),
+        (TINY_QWEN2_MOE | {"use_sliding_window": True}, "use_sliding_window = true is not supported"),
+        (TINY_QWEN2_MOE | {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size is missing"),
+        (MIXTRAL | {"architectures": ["DeepseekV3ForCausalLM"]}, "'DeepseekV3ForCausalLM' is not supported"),
+    ],
+)
+def test_what_is_refused_of_experts(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        parse_model_config(values)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"3", b"{", b"[" * 100_000, b"\xff\xfe{", b'{"a":' * 50_000])

@@ -13,7 +13,8 @@ from octavo.worker.errors import ModelConfigError
 from octavo.worker.models.attention import Attention
 from octavo.worker.models.config import parse_model_config
 from octavo.worker.models.decoder import Decoder
-from octavo.worker.models.description import MlpConfig, ModelConfig
+from octavo.worker.models.description import ExpertsConfig, MlpConfig, ModelConfig
+from octavo.worker.models.experts import Experts
 from octavo.worker.models.interface import Batch, KVCache
 from octavo.worker.models.layers import ColumnParallel, Linear, RowParallel
 from octavo.worker.models.mlp import Mlp
@@ -22,7 +23,7 @@ from octavo.worker.models.targets import Placement, ShardSpec, Target
 from octavo.worker.quantization.plain import Unquantized
 from octavo.worker.quantization.scheme import Projection
 from tests.support.gpt_architectures import config_of
-from tests.support.tiny_models import TINY_LLAMA
+from tests.support.tiny_models import TINY_LLAMA, TINY_QWEN2_MOE, random_tensors
 
 OPS = get_ops("reference")
 PLACEMENT = Placement(torch.float32, torch.device("cpu"))
@@ -89,8 +90,27 @@ def test_row_parallel_ranks_sum_to_the_whole(world: int) -> None:
     assert torch.allclose(total, product(whole, x), atol=1e-6)
 
 
-def test_the_ranks_of_a_decoder_cover_every_sharded_tensor_once() -> None:
-    config = parse_model_config(TINY_LLAMA | {"attention_bias": True, "mlp_bias": True})
+def test_the_ranks_of_experts_sum_to_the_whole() -> None:
+    config = parse_model_config(TINY_QWEN2_MOE)
+    tensors, x = random_tensors(TINY_QWEN2_MOE), torch.randn(9, config.hidden_size)
+
+    def computed(shard: ShardSpec) -> Tensor:
+        mlp = config.layers[0].mlp
+        assert isinstance(mlp, ExpertsConfig)
+        part = Experts(config, mlp, PLACEMENT, shard, "model.layers.0", Unquantized())
+        fill(part.targets, tensors)
+        part.finish_loading(OPS)
+        return part(OPS, x)
+
+    total = computed(ShardSpec(0, 2)) + computed(ShardSpec(1, 2))
+    assert torch.allclose(total, computed(ShardSpec()), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "values", [TINY_LLAMA | {"attention_bias": True, "mlp_bias": True}, TINY_QWEN2_MOE], ids=["llama", "experts"]
+)
+def test_the_ranks_of_a_decoder_cover_every_sharded_tensor_once(values: dict[str, Any]) -> None:
+    config = parse_model_config(values)
     decoders = [Decoder(config, OPS, PLACEMENT, ShardSpec(rank, 2), 4) for rank in range(2)]
     for name, target in Decoder(config, OPS, PLACEMENT, ShardSpec(), 4).targets().items():
         covered = torch.zeros(target.full_shape)
@@ -173,6 +193,7 @@ def layer_of(config: ModelConfig, shard: ShardSpec, tensors: dict[str, Tensor], 
         ({"num_attention_heads": 9, "num_key_value_heads": 3}, 2, r"9 attention heads .* split evenly over 2 ranks"),
         ({"num_attention_heads": 9, "num_key_value_heads": 1}, 3, r"1 KV heads .* split evenly over 3 ranks"),
         ({"intermediate_size": 81}, 2, r"81 features of the MLP .* split evenly over 2 ranks"),
+        (TINY_QWEN2_MOE | {"moe_intermediate_size": 27}, 2, r"27 features of an expert .* evenly over 2 ranks"),
     ],
 )
 def test_what_does_not_split_is_refused(changes: dict[str, Any], world: int, message: str) -> None:

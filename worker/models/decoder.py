@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.ops import Ops, Prepared
-from octavo.worker.errors import ModelConfigError
 from octavo.worker.models.attention import Attention
 from octavo.worker.models.description import ExpertsConfig, LayerConfig, ModelConfig
+from octavo.worker.models.experts import Experts
 from octavo.worker.models.interface import Batch, Hidden, KVCache
 from octavo.worker.models.layers import Linear, Norm
 from octavo.worker.models.mlp import Mlp
@@ -155,8 +155,6 @@ class _Layer:
         prefix: str,
         quantization: Quantization,
     ) -> None:
-        if isinstance(layer.mlp, ExpertsConfig):
-            raise ModelConfigError(f"{prefix}: experts are not supported")
         names = config.names
 
         def norm(name: str) -> Norm | None:
@@ -168,7 +166,11 @@ class _Layer:
         self._attention = Attention(config, layer, placement, shard, prefix, quantization)
         self._post_attention_norm = norm(names.post_attention_norm)
         self._mlp_norm = norm(names.mlp_norm)
-        self._mlp = Mlp(config, layer.mlp, placement, shard, prefix, quantization)
+        self._mlp: Mlp | Experts = (
+            Experts(config, layer.mlp, placement, shard, prefix, quantization)
+            if isinstance(layer.mlp, ExpertsConfig)
+            else Mlp(config, layer.mlp, placement, shard, prefix, quantization)
+        )
         self._post_mlp_norm = norm(names.post_mlp_norm)
         self.targets: dict[str, Target] = self._attention.targets | self._mlp.targets
         for part in (self._input_norm, self._post_attention_norm, self._mlp_norm, self._post_mlp_norm):

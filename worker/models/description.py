@@ -32,13 +32,17 @@ class MlpConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A gated MLP for each expert; a token goes to the `top_k` that the router gives the most weight."""
+    """A gated MLP for each expert; a token goes to the `top_k` that the router gives the most weight.
+
+    A shared expert, where there is one, takes all tokens beside them: ``sigmoid(gate(x)) * mlp(x)`` is added.
+    """
 
     num_experts: int
     top_k: int
     size: int  # of each expert
     renormalize: bool  # whether the weights of the chosen ones are made to sum to 1
     activation: Activation = "silu"
+    shared: MlpConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,9 @@ class TensorNames:
     expert: str = "mlp.experts.{}"
     expert_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    shared_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+    shared_down: str = "mlp.shared_expert.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
     optional_prefix: str = ""  # of all names but the head's, which some checkpoints leave out
     renamed: tuple[tuple[str, str], ...] = ()  # how some checkpoints begin names, and how they begin here
 

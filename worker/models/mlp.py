@@ -21,21 +21,23 @@ class Mlp:
         shard: ShardSpec,
         prefix: str,
         quantization: Quantization,
+        names: tuple[tuple[str, ...], str] | None = None,
     ) -> None:
+        """Allocate the shard of a rank; `names` are those of the way up and the way down, the MLP's own by default."""
         inner = shard.part(mlp.size, "features of the MLP")
-        names = config.names
+        up_names, down_name = (config.names.up, config.names.down) if names is None else names
         self._activation, self._is_gated = mlp.activation, mlp.is_gated
         self._up = ColumnParallel(
             placement,
             config.hidden_size,
-            _up_projections(prefix, names.up, mlp, inner, shard),
+            _up_projections(prefix, up_names, mlp, inner, shard),
             mlp.has_bias,
             quantization,
             transposed=config.transposed,
         )
         self._down = RowParallel(
             placement,
-            f"{prefix}.{names.down}",
+            f"{prefix}.{down_name}",
             mlp.size,
             inner,
             config.hidden_size,

@@ -1,17 +1,24 @@
 """Weights that are not quantised: read straight into the fused parameter."""
 
+from torch import Tensor
+
 from octavo.kernels.weights import Weight
 from octavo.worker.models.targets import Placement, Target
 from octavo.worker.quantization.scheme import LinearScheme, LinearShape
 
 
 class PlainLinear:
-    """The matrices of a layer's projections, one below the other, each in its place from the start."""
+    """The matrices of a layer's projections, one below the other, each in its place from the start.
 
-    def __init__(self, placement: Placement, shape: LinearShape) -> None:
-        inputs = shape.in_part.stop - shape.in_part.start
+    Args:
+        placement: dtype and device.
+        shape: of the layer.
+        weight: [N, K], where they go; None: memory of their own.
+    """
+
+    def __init__(self, placement: Placement, shape: LinearShape, weight: Tensor | None = None) -> None:
         sizes = [projection.num_taken for projection in shape.projections]
-        self._weight = placement.empty(sum(sizes), inputs)
+        self._weight = placement.empty(sum(sizes), shape.num_inputs) if weight is None else weight
         self.targets: dict[str, Target] = {}
         start = 0
         for projection, size in zip(shape.projections, sizes, strict=True):

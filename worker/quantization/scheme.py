@@ -34,6 +34,11 @@ class LinearShape:
     bias: bool = False
     transposed: bool = False  # the checkpoint has [inputs, outputs]; only plain weights may
 
+    @property
+    def num_inputs(self) -> int:
+        """Inputs that this rank takes."""
+        return int(self.in_part.stop - self.in_part.start)
+
 
 class StoredLinear(Protocol):
     """The tensors of one layer while they are read."""
