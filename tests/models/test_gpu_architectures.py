@@ -9,6 +9,7 @@ import torch
 from octavo.wire.plan import RowSampling
 from octavo.worker.gpu.runner import GpuRunner
 from octavo.worker.runner import EagerRunner
+from tests.support.gpt_architectures import config_of
 from tests.support.plan_driver import PlanDriver, tokens_of
 from tests.support.tiny_models import TINY_LLAMA, load_worker, write_model
 
@@ -30,15 +31,25 @@ MISTRAL: dict[str, Any] = TINY_LLAMA | {
     "num_hidden_layers": 1,
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4},
 }
+HEAD_SIZE = 64 if CUDA else 16
+GPT2 = config_of("gpt2", n_embd=2 * HEAD_SIZE, n_head=2, n_inner=40, n_layer=1, n_positions=32)
+PHI = config_of(
+    "phi", hidden_size=2 * HEAD_SIZE, num_attention_heads=2, intermediate_size=40, num_hidden_layers=1
+)  # fmt: skip
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
 SAMPLING = RowSampling(seed=0, temperature=0.0, logprobs=3)
 
 
-@pytest.mark.parametrize("config", [GEMMA3, MISTRAL], ids=["gemma3", "mistral"])
-def test_windows_norms_and_ropes_are_those_of_the_reference(tmp_path: Path, config: dict[str, Any]) -> None:
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize(
+    ("config", "eager"),
+    [(GEMMA3, True), (MISTRAL, True), (GPT2, False), (PHI, False)],
+    ids=["gemma3", "mistral", "gpt2", "phi"],
+)
+def test_whole_models_draw_what_the_reference_draws(tmp_path: Path, config: dict[str, Any], eager: bool) -> None:
     folder = write_model(tmp_path, config)
     theirs = load_worker(folder, **SMALL).runner
-    ours = load_worker(folder, backend="triton", device=DEVICE, dtype="float32", enforce_eager=True, **SMALL).runner
+    ours = load_worker(folder, backend="triton", device=DEVICE, dtype="float32", enforce_eager=eager, **SMALL).runner
     assert isinstance(theirs, EagerRunner)
     assert isinstance(ours, GpuRunner)
     driver = PlanDriver.of(ours)

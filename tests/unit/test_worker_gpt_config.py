@@ -34,6 +34,14 @@ def test_learned_positions_bound_the_context() -> None:
     assert (config.max_positions, config.positions) == (128, LearnedPositions(130, 2))
 
 
+def test_the_rotated_dimensions_of_gptj_come_out_whole() -> None:
+    for head_size in (44, 45, 64, 256):
+        for rotary_dim in range(2, head_size + 1, 2):
+            values = config_of("gptj", n_head=1, n_embd=head_size + head_size % 2, rotary_dim=rotary_dim)
+            config = parse_model_config(values)
+            assert config.ropes[0].num_rotated(config.head_size) == rotary_dim
+
+
 def test_defaults_are_those_of_transformers() -> None:
     config = parse_model_config({k: v for k, v in config_of("gpt2").items() if k not in ("n_inner", "n_positions")})
     mlp = config.layers[0].mlp
@@ -85,6 +93,9 @@ def test_rotated_shares(kind: str, given: dict[str, Any], expected: RopeConfig) 
         ("gpt_neox", {"rotary_pct": 0}, "rotary_pct = 0: expected a finite number above 0"),
         ("gpt_neox", {"rotary_pct": 1.5}, "partial_rotary_factor = 1.5: expected at most 1"),
         ("gpt_neox", {"hidden_act": "quick_gelu"}, "hidden_act = 'quick_gelu' is not supported; supported are"),
+        ("gptj", {"rotary_dim": 7}, "rotary_dim = 7: expected an even number up to the head's 16"),
+        ("gptj", {"rotary_dim": 18}, "rotary_dim = 18: expected an even number up to the head's 16"),
+        ("gptj", {"tie_word_embeddings": True}, "tie_word_embeddings = true is not supported: the output head has a"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm = true is not supported"),
         ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings = true is not supported: the output head has a"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm = true is not supported"),

@@ -131,6 +131,7 @@ FUSED: dict[str, tuple[dict[str, Any], set[str]]] = {
         config_of("gpt_neox", num_attention_heads=6),
         {"attention.dense.bias", "mlp.dense_4h_to_h.bias"},
     ),
+    "neighbours": (config_of("gptj", n_head=6, rotary_dim=4), {"mlp.fc_out.bias"}),
     "stacked": (PHI3, set()),
 }
 """Layout of fused matrices -> a config, and the biases that every rank holds whole."""

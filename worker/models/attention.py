@@ -105,17 +105,31 @@ def _qkv_projections(
     names, head = config.names.qkv, config.head_size
     q_size, kv_size = config.num_heads * head, config.num_kv_heads * head
     if len(names) > 1:
+        sizes, parts = (q_size, kv_size, kv_size), (q_part, kv_part, kv_part)
+        orders = (_by_halves(config, q_part), _by_halves(config, kv_part), None)
         return tuple(
-            Projection(f"{prefix}.{name}", size, part)
-            for name, size, part in zip(names, (q_size, kv_size, kv_size), (q_part, kv_part, kv_part), strict=True)
+            Projection(f"{prefix}.{name}", size, part, order)
+            for name, size, part, order in zip(names, sizes, parts, orders, strict=True)
         )
     if not config.qkv_by_group:
-        sizes, parts = [q_size, kv_size, kv_size], [q_part, kv_part, kv_part]
-        return (stacked(f"{prefix}.{names[0]}", sizes, parts, shard),)
+        fused = stacked(f"{prefix}.{names[0]}", [q_size, kv_size, kv_size], [q_part, kv_part, kv_part], shard)
+        return (fused,)
     total, group = q_size + 2 * kv_size, config.num_heads // config.num_kv_heads
     rows = torch.arange(total).view(config.num_kv_heads, group + 2, head)[kv_heads]
     order = torch.cat([rows[:, :group].flatten(), rows[:, group].flatten(), rows[:, group + 1].flatten()])
     return (Projection(f"{prefix}.{names[0]}", total, slice(0, total), order),)
+
+
+def _by_halves(config: ModelConfig, part: slice) -> Tensor | None:
+    """Return a part's lines such that what the model rotates as neighbours lies in the halves of a head; None: as it is.
+
+    Queries and keys are put into the same order, so their products stay what they are.
+    """
+    if not config.rotates_neighbours:
+        return None
+    rotated = config.ropes[0].num_rotated(config.head_size)
+    lines = torch.arange(part.start, part.stop).view(-1, config.head_size)
+    return torch.cat([lines[:, :rotated:2], lines[:, 1:rotated:2], lines[:, rotated:]], dim=1).flatten()
 
 
 def _times(part: slice, factor: int) -> slice:

@@ -124,6 +124,7 @@ class ModelConfig:
     tied_embeddings: bool
     dtype: str  # of the checkpoint: float32, float16 or bfloat16
     ropes: tuple[RopeConfig, ...] = ()
+    rotates_neighbours: bool = False  # dimensions 2i and 2i + 1 against each other, not those of the halves
     positions: LearnedPositions | None = None
     residual: Literal["pre", "sandwich", "parallel", "post"] = "pre"
     qkv_bias: bool = False
