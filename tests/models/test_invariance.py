@@ -1,5 +1,6 @@
 """On the reference backend a sequence's ids and log-probabilities are the same bits whatever surrounds it."""
 
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from octavo.wire.columns import pack_floats, pack_ints
 from octavo.wire.plan import RowSampling
 from octavo.worker.runner import EagerRunner
+from tests.support.gpt_architectures import config_of
 from tests.support.plan_driver import PlanDriver, generate, logprob_bits, tokens_of
 from tests.support.tiny_models import TINY_LLAMA, load_eager, write_model
 
@@ -101,6 +103,15 @@ def test_batch_mates_chunks_blocks_and_recomputation(
 ) -> None:
     together = run_together(runner, seed)
     assert [together[row] for row in range(8)] == solo
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "falcon"])
+def test_decoders_unlike_llama(tmp_path: Path, kind: str) -> None:
+    runner = load_eager(write_model(tmp_path, config_of(kind)))
+    alone = [generate(runner, prompt_of(row), NUM_OUTPUT, sampling_of(row), choice=row, chunk=64) for row in range(8)]
+    runner.clear()
+    together = run_together(runner, 0)
+    assert [together[row] for row in range(8)] == alone
 
 
 def test_rows_differ_from_each_other(solo: list[tuple[list[int], list[bytes]]]) -> None:

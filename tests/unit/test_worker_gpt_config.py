@@ -12,6 +12,33 @@ from octavo.worker.models.sizes import num_parameters
 from tests.support.gpt_architectures import ARCHITECTURES, config_of
 from tests.support.tiny_models import random_tensors
 
+
+def shape(hidden_size: int, num_layers: int, num_heads: int, vocab_size: int, **more: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 2048,
+        **more,
+    }
+
+
+# Shapes of well known checkpoints, and how many numbers each of them holds.
+PUBLISHED: list[tuple[str, dict[str, Any], int]] = [
+    ("gpt2", {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}, 124_439_808),
+    ("gpt2", {"n_embd": 1600, "n_head": 25, "n_layer": 48, "n_positions": 1024, "vocab_size": 50257}, 1_557_611_200),
+    ("gptj", {"n_embd": 4096, "n_head": 16, "n_layer": 28, "rotary_dim": 64, "vocab_size": 50400}, 6_050_882_784),
+    ("gpt_neox", shape(512, 6, 8, 50304, intermediate_size=2048), 70_426_624),
+    ("gpt_neox", shape(6144, 44, 64, 50432, intermediate_size=24576, hidden_act="gelu_fast"), 20_554_567_680),
+    ("falcon", shape(4544, 32, 71, 65024), 6_921_720_704),
+    ("falcon", shape(8192, 60, 128, 65024, num_kv_heads=8, new_decoder_architecture=True), 41_303_293_952),
+    ("opt", shape(768, 12, 12, 50272, ffn_dim=3072), 125_239_296),
+    ("opt", shape(1024, 24, 16, 50272, ffn_dim=4096, word_embed_proj_dim=512, do_layer_norm_before=False), 331_196_416),
+    ("phi", shape(2560, 32, 32, 51200, intermediate_size=10240, partial_rotary_factor=0.4), 2_779_683_840),
+    ("stablelm", shape(2560, 32, 32, 50304, intermediate_size=6912), 2_795_443_200),
+    ("starcoder2", shape(3072, 30, 24, 49152, intermediate_size=12288, num_key_value_heads=2), 3_030_371_328),
+]
 OPT_350M = {"do_layer_norm_before": False, "word_embed_proj_dim": 32}
 NEW_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2}
 
@@ -113,4 +140,10 @@ def test_what_is_refused(kind: str, changes: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize("config", [*map(config_of, ARCHITECTURES), config_of("opt", **OPT_350M)])
 def test_the_number_of_parameters_is_that_of_the_checkpoint(config: dict[str, Any]) -> None:
     expected = sum(tensor.numel() for tensor in random_tensors(config).values())
+    assert num_parameters(parse_model_config(config)) == expected
+
+
+@pytest.mark.parametrize(("kind", "changes", "expected"), PUBLISHED)
+def test_published_shapes_have_their_number_of_parameters(kind: str, changes: dict[str, Any], expected: int) -> None:
+    config = {"architectures": [ARCHITECTURES[kind]], **changes}
     assert num_parameters(parse_model_config(config)) == expected
