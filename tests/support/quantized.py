@@ -284,7 +284,12 @@ WIDE_QWEN2_MOE: dict[str, Any] = TINY_QWEN2_MOE | {
 
 
 def quantized_model(
-    config: dict[str, Any], draw: Draw, seed: int = 0, only: str = ""
+    config: dict[str, Any],
+    draw: Draw,
+    seed: int = 0,
+    only: str = "",
+    ends: tuple[str, ...] = ("_proj.weight",),
+    transposed: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Draw a model whose layers are quantised.
 
@@ -293,6 +298,8 @@ def quantized_model(
         draw: of a layer.
         seed: of the numbers.
         only: what the names of quantised layers hold.
+        ends: how they end.
+        transposed: whether plain checkpoints have [inputs, outputs].
 
     Returns:
         The checkpoint's tensors, and those of a plain checkpoint of the same numbers.
@@ -301,10 +308,11 @@ def quantized_model(
     plain = random_tensors(config, seed)
     stored = dict(plain)
     for name in plain:
-        if name.endswith("_proj.weight") and only in name:
-            outputs, inputs = plain[name].shape
+        if name.endswith(ends) and only in name:
+            outputs, inputs = plain[name].shape[::-1] if transposed else plain[name].shape
             drawn = draw(outputs, inputs, random)
             del stored[name]
             stored |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in drawn.tensors.items()}
-            plain[name] = torch.from_numpy(drawn.numbers)
+            numbers = torch.from_numpy(drawn.numbers)
+            plain[name] = numbers.t().contiguous() if transposed else numbers
     return stored, plain
