@@ -8,6 +8,10 @@ from octavo.worker.models.fields import Fields
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _OLDER_NAMES = {"su": "longrope"}
+_LEAST, _MOST = 1e-9, 1e30
+"""Bounds of every number: what is beyond is a mistake, and makes no number in fp32."""
+
+_MOST_POSITIONS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,16 @@ class RopeConfig:
 
         linear, dynamic and yarn stretch those that config.json gives (yarn: the original ones) by their factor; for the
         others config.json gives the stretched ones.
+
+        Raises:
+            ModelConfigError: they are more than 2**31 - 1.
         """
-        if self.kind in ("linear", "dynamic"):
-            return max(max_positions, int(max_positions * self.factor))
-        if self.kind == "yarn":
-            return max(max_positions, int(self.original_max_positions * self.factor))
-        return max_positions
+        if self.kind not in ("linear", "dynamic", "yarn"):
+            return max_positions
+        stretched = (self.original_max_positions if self.kind == "yarn" else max_positions) * self.factor
+        if stretched > _MOST_POSITIONS:
+            raise ModelConfigError(f"factor = {self.factor:g} stretches the positions beyond {_MOST_POSITIONS}")
+        return max(max_positions, int(stretched))
 
 
 def parse_rope(fields: Fields, given: Fields, theta: float = 10000.0, *, older_theta: str = "rope_theta") -> RopeConfig:
@@ -95,6 +103,22 @@ def check_rope(rope: RopeConfig, head_size: int) -> None:
     Raises:
         ModelConfigError: it does not.
     """
+    numbers = {
+        "rope_theta": (rope.theta,),
+        "factor": (rope.factor,),
+        "attention_factor": (rope.attention_factor,),
+        "low_freq_factor": (rope.low_freq_factor,),
+        "high_freq_factor": (rope.high_freq_factor,),
+        "beta_fast": (rope.beta_fast,),
+        "beta_slow": (rope.beta_slow,),
+        "short_factor": rope.short_factors,
+        "long_factor": rope.long_factors,
+    }
+    for name, values in numbers.items():
+        for value in values:
+            if not _LEAST <= value <= _MOST or (name == "rope_theta" and value <= 1.0):
+                lowest = "more than 1" if name == "rope_theta" else f"{_LEAST:g}"
+                raise ModelConfigError(f"{name} = {value:g}: expected {lowest} to {_MOST:g}")
     rotated = rope.num_rotated(head_size)
     least = 4 if rope.kind == "dynamic" else 1  # the exponent of dynamic is r / (r - 2)
     if rotated < least:
@@ -148,12 +172,10 @@ def _yarn(fields: Fields, given: Fields, theta: float, share: float) -> RopeConf
     fast, slow = given.number("beta_fast", 32.0, above=0.0), given.number("beta_slow", 1.0, above=0.0)
     if fast < slow:
         raise ModelConfigError(f"beta_fast = {fast} must not be below beta_slow = {slow}")
-    if theta <= 1.0:
-        raise fields.refusal("rope_theta", theta, "expected a number above 1 for rope type yarn")
-    scale, all_dim = (given.number(name, 0.0, above=-1.0) for name in ("mscale", "mscale_all_dim"))
     if given.has("attention_factor"):
         attention = given.number("attention_factor", None, above=0.0)
-    elif scale and all_dim:
+    elif given.raw("mscale") and given.raw("mscale_all_dim"):
+        scale, all_dim = (given.number(name, None, above=0.0) for name in ("mscale", "mscale_all_dim"))
         attention = _magnitude(factor, scale) / _magnitude(factor, all_dim)
     else:
         attention = _magnitude(factor, 1.0)

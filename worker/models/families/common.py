@@ -23,6 +23,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 
+_MOST_LAYERS = 2**12
+
 
 class Heads(NamedTuple):
     """Heads of the attention."""
@@ -80,6 +82,14 @@ def read_dtype(fields: Fields) -> str:
     if dtype not in ("float32", "float16", "bfloat16"):
         raise ModelConfigError(f"dtype = {dtype!r} is not supported; supported are float32, float16, bfloat16")
     return str(dtype)
+
+
+def read_num_layers(fields: Fields, name: str = "num_hidden_layers") -> int:
+    """Read how many layers a decoder has; bounded, since each is described on its own."""
+    count = fields.count(name)
+    if count > _MOST_LAYERS:
+        raise fields.refusal(name, count, f"expected at most {_MOST_LAYERS}")
+    return count
 
 
 def read_layer_types(fields: Fields, num_layers: int) -> tuple[str, ...] | None:

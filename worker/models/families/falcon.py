@@ -11,6 +11,7 @@ from octavo.worker.models.families.common import (
     layer_norm,
     read_activation,
     read_dtype,
+    read_num_layers,
 )
 from octavo.worker.models.fields import Fields
 from octavo.worker.models.rope_config import given_rope, parse_rope
@@ -50,7 +51,7 @@ def _falcon(architecture: str, fields: Fields) -> ModelConfig:
         head_size=heads.head_size,
         max_positions=rope.longest(fields.count("max_position_embeddings")),
         norm=layer_norm(fields, "layer_norm_epsilon"),
-        layers=(LayerConfig(mlp),) * fields.count("num_hidden_layers"),
+        layers=(LayerConfig(mlp),) * read_num_layers(fields),
         tied_embeddings=fields.flag("tie_word_embeddings", True),
         dtype=read_dtype(fields),
         ropes=(rope,),

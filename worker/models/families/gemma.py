@@ -13,6 +13,7 @@ from octavo.worker.models.families.common import (
     read_dtype,
     read_heads,
     read_layer_types,
+    read_num_layers,
     read_window,
     refuse_true,
     windows_of,
@@ -50,7 +51,7 @@ def _gemma(architecture: str, fields: Fields) -> ModelConfig:
         "gelu_tanh" if fields.raw("hidden_act") == "gelu" else read_activation(fields, "hidden_act", "gelu_new")
     )
     mlp = _mlp(fields, activation)
-    return _gemma_like(architecture, fields, (LayerConfig(mlp, rope=0),) * fields.count("num_hidden_layers"))
+    return _gemma_like(architecture, fields, (LayerConfig(mlp, rope=0),) * read_num_layers(fields))
 
 
 def _gemma2(architecture: str, fields: Fields) -> ModelConfig:
@@ -133,7 +134,7 @@ def _mlp(fields: Fields, activation: Activation) -> MlpConfig:
 
 def _layers(fields: Fields, pattern: int, local_rope: int) -> tuple[LayerConfig, ...]:
     """Return layers of which every `pattern`-th sees all, unless layer_types says otherwise."""
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     types = read_layer_types(fields, num_layers)
     if types is None:
         types = tuple(SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers))

@@ -3,7 +3,14 @@
 from collections.abc import Callable
 
 from octavo.worker.models.description import LayerConfig, LearnedPositions, MlpConfig, ModelConfig, TensorNames
-from octavo.worker.models.families.common import equal_heads, layer_norm, read_activation, read_dtype, refuse_true
+from octavo.worker.models.families.common import (
+    equal_heads,
+    layer_norm,
+    read_activation,
+    read_dtype,
+    read_num_layers,
+    refuse_true,
+)
 from octavo.worker.models.fields import Fields
 
 _NAMES = TensorNames(
@@ -42,7 +49,7 @@ def _gpt2(architecture: str, fields: Fields) -> ModelConfig:
         head_size=heads.head_size,
         max_positions=num_positions,
         norm=layer_norm(fields, "layer_norm_epsilon"),
-        layers=(LayerConfig(mlp, rope=None),) * fields.count("n_layer"),
+        layers=(LayerConfig(mlp, rope=None),) * read_num_layers(fields, "n_layer"),
         tied_embeddings=fields.flag("tie_word_embeddings", True),
         dtype=read_dtype(fields),
         positions=LearnedPositions(num_positions),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from octavo.worker.errors import ModelConfigError
 from octavo.worker.models.description import LayerConfig, MlpConfig, ModelConfig, TensorNames
-from octavo.worker.models.families.common import equal_heads, layer_norm, read_activation, read_dtype
+from octavo.worker.models.families.common import equal_heads, layer_norm, read_activation, read_dtype, read_num_layers
 from octavo.worker.models.fields import Fields
 from octavo.worker.models.rope_config import RopeConfig
 
@@ -49,7 +49,7 @@ def _gptj(architecture: str, fields: Fields) -> ModelConfig:
         head_size=heads.head_size,
         max_positions=fields.count("n_positions", 2048),
         norm=layer_norm(fields, "layer_norm_epsilon"),
-        layers=(LayerConfig(mlp),) * fields.count("n_layer"),
+        layers=(LayerConfig(mlp),) * read_num_layers(fields, "n_layer"),
         tied_embeddings=False,
         dtype=read_dtype(fields),
         ropes=(RopeConfig(10000.0, rotated_share=share),),

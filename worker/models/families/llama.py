@@ -11,6 +11,7 @@ from octavo.worker.models.families.common import (
     read_activation,
     read_dtype,
     read_heads,
+    read_num_layers,
     refuse_true,
 )
 from octavo.worker.models.fields import Fields
@@ -19,7 +20,7 @@ from octavo.worker.models.rope_config import RopeConfig, given_rope, parse_rope
 
 def _llama(architecture: str, fields: Fields) -> ModelConfig:
     refuse_true(fields, "use_sliding_window")
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     fields.choices("layer_types", num_layers, (FULL,))
     layer = LayerConfig(llama_mlp(fields, has_bias=fields.flag("mlp_bias", False)), rope=0)
     bias = fields.flag("attention_bias", False)

@@ -3,7 +3,14 @@
 from collections.abc import Callable
 
 from octavo.worker.models.description import LayerConfig, ModelConfig
-from octavo.worker.models.families.common import FULL, SLIDING, read_layer_types, read_window, windows_of
+from octavo.worker.models.families.common import (
+    FULL,
+    SLIDING,
+    read_layer_types,
+    read_num_layers,
+    read_window,
+    windows_of,
+)
 from octavo.worker.models.families.llama import llama_like, llama_mlp
 from octavo.worker.models.fields import Fields
 
@@ -12,7 +19,7 @@ _DEFAULT_WINDOW = 4096
 
 
 def _mistral(architecture: str, fields: Fields) -> ModelConfig:
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     window = read_window(fields, _DEFAULT_WINDOW)
     types = read_layer_types(fields, num_layers) or (SLIDING if window else FULL,) * num_layers
     mlp = llama_mlp(fields)

@@ -12,7 +12,7 @@ from octavo.worker.models.description import (
     NormConfig,
     TensorNames,
 )
-from octavo.worker.models.families.common import equal_heads, read_activation, read_dtype
+from octavo.worker.models.families.common import equal_heads, read_activation, read_dtype, read_num_layers
 from octavo.worker.models.fields import Fields
 
 _OFFSET = 2
@@ -52,7 +52,7 @@ def _opt(architecture: str, fields: Fields) -> ModelConfig:
         head_size=heads.head_size,
         max_positions=num_positions,
         norm=NormConfig("layer", 1e-5),
-        layers=(LayerConfig(mlp, rope=None),) * fields.count("num_hidden_layers"),
+        layers=(LayerConfig(mlp, rope=None),) * read_num_layers(fields),
         tied_embeddings=fields.flag("tie_word_embeddings", True),
         dtype=read_dtype(fields),
         positions=LearnedPositions(num_positions + _OFFSET, _OFFSET),

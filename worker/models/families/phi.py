@@ -10,6 +10,7 @@ from octavo.worker.models.families.common import (
     read_activation,
     read_dtype,
     read_heads,
+    read_num_layers,
     refuse_true,
 )
 from octavo.worker.models.fields import Fields
@@ -42,7 +43,7 @@ def _phi(architecture: str, fields: Fields) -> ModelConfig:
         head_size=heads.head_size,
         max_positions=rope.longest(fields.count("max_position_embeddings")),
         norm=layer_norm(fields, "layer_norm_eps"),
-        layers=(LayerConfig(mlp),) * fields.count("num_hidden_layers"),
+        layers=(LayerConfig(mlp),) * read_num_layers(fields),
         tied_embeddings=False,
         dtype=read_dtype(fields),
         ropes=(rope,),

@@ -4,7 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from octavo.worker.models.description import LayerConfig, ModelConfig, TensorNames
-from octavo.worker.models.families.common import FULL, SLIDING, read_layer_types, read_window, windows_of
+from octavo.worker.models.families.common import (
+    FULL,
+    SLIDING,
+    read_layer_types,
+    read_num_layers,
+    read_window,
+    windows_of,
+)
 from octavo.worker.models.families.llama import llama_like, llama_mlp
 from octavo.worker.models.fields import Fields
 
@@ -12,7 +19,7 @@ _NAMES = TensorNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
 
 
 def _phi3(architecture: str, fields: Fields) -> ModelConfig:
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     window = read_window(fields, None)
     types = read_layer_types(fields, num_layers) or (SLIDING if window else FULL,) * num_layers
     mlp = llama_mlp(fields)

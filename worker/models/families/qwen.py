@@ -9,6 +9,7 @@ from octavo.worker.models.families.common import (
     SLIDING,
     read_heads,
     read_layer_types,
+    read_num_layers,
     read_window,
     windows_of,
 )
@@ -41,7 +42,7 @@ def qwen_windows(fields: Fields) -> tuple[int, ...]:
     Raises:
         ModelConfigError: the values do not go together.
     """
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     window = read_window(fields, _DEFAULT_WINDOW) if fields.flag("use_sliding_window", False) else 0
     num_full = fields.count("max_window_layers", _DEFAULT_FULL_LAYERS, least=0)
     types = read_layer_types(fields, num_layers)

@@ -4,7 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from octavo.worker.models.description import LayerConfig, ModelConfig
-from octavo.worker.models.families.common import FULL, SLIDING, read_layer_types, read_window, windows_of
+from octavo.worker.models.families.common import (
+    FULL,
+    SLIDING,
+    read_layer_types,
+    read_num_layers,
+    read_window,
+    windows_of,
+)
 from octavo.worker.models.families.llama import llama_like, llama_mlp
 from octavo.worker.models.fields import Fields
 
@@ -12,7 +19,7 @@ _THETA = 2e6
 
 
 def _smollm3(architecture: str, fields: Fields) -> ModelConfig:
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     rotates = fields.flags("no_rope_layers", num_layers)  # despite its name: 1 where there is a rotary embedding
     if rotates is None:
         interval = fields.count("no_rope_layer_interval", 4)

@@ -9,6 +9,7 @@ from octavo.worker.models.families.common import (
     read_activation,
     read_dtype,
     read_heads,
+    read_num_layers,
     read_window,
 )
 from octavo.worker.models.fields import Fields
@@ -34,7 +35,7 @@ def _starcoder2(architecture: str, fields: Fields) -> ModelConfig:
         head_size=heads.head_size,
         max_positions=rope.longest(fields.count("max_position_embeddings")),
         norm=layer_norm(fields, "norm_epsilon"),
-        layers=(LayerConfig(mlp, window=read_window(fields, None)),) * fields.count("num_hidden_layers"),
+        layers=(LayerConfig(mlp, window=read_window(fields, None)),) * read_num_layers(fields),
         tied_embeddings=fields.flag("tie_word_embeddings", True),
         dtype=read_dtype(fields),
         ropes=(rope,),
