@@ -87,7 +87,12 @@ def test_what_there_is_not() -> None:
 
 @pytest.mark.parametrize(
     ("model", "expected"),
-    [("llama-3.1-8b", 8_030_261_248), ("llama-2-7b", 6_738_415_616), ("qwen3-0.6b", 596_042_752)],
+    [
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-2-7b", 6_738_415_616),
+        ("qwen3-0.6b", 596_042_752),
+        ("qwen3-30b-a3b", 30_532_110_336),
+    ],
 )
 def test_folders_describe_the_models(model: str, expected: int, tmp_path: Path) -> None:
     folder = write_config_folder(model, tmp_path)

@@ -114,7 +114,10 @@ def test_latency() -> None:
     ("words", "said"),
     [
         (("tiny", "--workload", "gutenberg"), "workload 'gutenberg' is unknown; there are sharegpt_like, prefill"),
-        (("no-such-model",), "nor 'demo', nor a shape for benchmarks (llama-3.1-8b, llama-2-7b, qwen3-0.6b, tiny)"),
+        (
+            ("no-such-model",),
+            "nor 'demo', nor a shape for benchmarks (llama-3.1-8b, llama-2-7b, qwen3-0.6b, qwen3-30b-a3b, tiny)",
+        ),
         (("tiny", "--peers", "absent.jsonl"), "absent.jsonl cannot be read"),
         (("tiny", "--batch", "0"), "'--batch'"),
         (("tiny", "--workload", "shared_prefix", "--batch", "3"), "--batch 3 does not hold for workload shared_prefix"),
