@@ -19,7 +19,10 @@ def without(prefix: str) -> Callable[[Tensors], Tensors]:
 
 
 def beside(*names: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: tensors | {name: torch.full((1, 1, 4, 4), 1.0) for name in names}
+    masks = {
+        name: torch.ones(1, 1, 4, 4, dtype=torch.bool if name.endswith(".bias") else torch.float32) for name in names
+    }
+    return lambda tensors: tensors | masks
 
 
 def logits(folder: Path) -> Tensor:
@@ -35,6 +38,7 @@ def logits(folder: Path) -> Tensor:
         ("gpt2", lambda tensors: beside("h.1.attn.bias")(without("transformer.")(tensors))),
         ("gpt2", lambda tensors: tensors | {"lm_head.weight": tensors["transformer.wte.weight"].clone()}),
         ("gpt_neox", lambda tensors: {name.replace("embed_out.", "lm_head."): t for name, t in tensors.items()}),
+        ("gpt_neo", beside("transformer.h.0.attn.attention.bias", "transformer.h.0.attn.attention.masked_bias")),
         ("gpt_neox", without("gpt_neox.")),
         (
             "gpt_neox",

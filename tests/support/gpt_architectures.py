@@ -23,6 +23,17 @@ BASES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
     },
     "gpt2": {**_SIZES, "n_embd": 48, "n_inner": 80, "n_layer": 2, "n_head": 6, "n_positions": 128},
+    "gpt_bigcode": {**_SIZES, "n_embd": 48, "n_inner": 80, "n_layer": 2, "n_head": 6, "n_positions": 128},
+    "gpt_neo": {
+        **_SIZES,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_layers": 3,
+        "num_heads": 6,
+        "attention_types": [[["global", "local"], 1], [["local"], 1]],
+        "window_size": 11,
+        "max_position_embeddings": 128,
+    },
     "gpt_neox": {**_ROTATED, "num_attention_heads": 3},
     "gptj": {
         **_SIZES,
@@ -67,6 +78,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gpt-bigcode": ("gpt_bigcode", {}),
+    "gpt-bigcode-heads": ("gpt_bigcode", {"multi_query": False, "n_inner": None}),
+    "gpt-neo": ("gpt_neo", {}),
     "gpt-neox": ("gpt_neox", {}),
     "gpt-neox-in-turn": (
         "gpt_neox",
@@ -112,6 +126,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 KINDS: dict[str, str] = {
     "falcon": "Falcon",
     "gpt2": "GPT2",
+    "gpt_bigcode": "GPTBigCode",
+    "gpt_neo": "GPTNeo",
     "gpt_neox": "GPTNeoX",
     "gptj": "GPTJ",
     "opt": "OPT",

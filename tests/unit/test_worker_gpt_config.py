@@ -28,6 +28,22 @@ def shape(hidden_size: int, num_layers: int, num_heads: int, vocab_size: int, **
 PUBLISHED: list[tuple[str, dict[str, Any], int]] = [
     ("gpt2", {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}, 124_439_808),
     ("gpt2", {"n_embd": 1600, "n_head": 25, "n_layer": 48, "n_positions": 1024, "vocab_size": 50257}, 1_557_611_200),
+    (
+        "gpt_bigcode",
+        {"n_embd": 6144, "n_head": 48, "n_layer": 40, "n_inner": 24576, "n_positions": 8192, "vocab_size": 49152},
+        15_517_456_384,
+    ),
+    (
+        "gpt_neo",
+        {
+            "hidden_size": 768,
+            "num_heads": 12,
+            "num_layers": 12,
+            "attention_types": [[["global", "local"], 6]],
+            "vocab_size": 50257,
+        },
+        125_198_592,
+    ),
     ("gptj", {"n_embd": 4096, "n_head": 16, "n_layer": 28, "rotary_dim": 64, "vocab_size": 50400}, 6_050_882_784),
     ("gpt_neox", shape(512, 6, 8, 50304, intermediate_size=2048), 70_426_624),
     ("gpt_neox", shape(6144, 44, 64, 50432, intermediate_size=24576, hidden_act="gelu_fast"), 20_554_567_680),
@@ -117,6 +133,15 @@ def test_rotated_shares(kind: str, given: dict[str, Any], expected: RopeConfig) 
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention = true is not supported"),
         ("gpt2", {"n_head": 7}, "n_embd = 48 is no multiple of n_head = 7"),
         ("gpt2", {"n_layer": 0}, "n_layer = 0: expected an integer from 1"),
+        ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention = true is not supported"),
+        (
+            "gpt_neo",
+            {"attention_types": [[["global", "block"], 1]]},
+            "attention_types = .*: expected pairs of a list of",
+        ),
+        ("gpt_neo", {"attention_types": [[["global"], 10**9]]}, "attention_types = .*: expected pairs of a list of"),
+        ("gpt_neo", {"attention_types": "global"}, "attention_types = 'global': expected pairs"),
+        ("gpt_neo", {"attention_types": [[["global"], 2]]}, "expected a kind for each of 3 layers"),
         ("gpt_neox", {"rotary_pct": 0}, "rotary_pct = 0: expected a finite number above 0"),
         ("gpt_neox", {"rotary_pct": 1.5}, "partial_rotary_factor = 1.5: expected at most 1"),
         ("gpt_neox", {"hidden_act": "quick_gelu"}, "hidden_act = 'quick_gelu' is not supported; supported are"),

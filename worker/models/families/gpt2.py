@@ -1,4 +1,7 @@
-"""GPT-2: learned positions, matrices stored as [inputs, outputs], one for queries, keys and values."""
+"""GPT-2: learned positions, matrices stored as [inputs, outputs], one for queries, keys and values.
+
+GPT-BigCode (StarCoder 1, SantaCoder) has plain matrices, and may have one KV head.
+"""
 
 from collections.abc import Callable
 
@@ -32,11 +35,13 @@ _MASKS = (".attn.bias", ".attn.masked_bias")
 
 def _gpt2(architecture: str, fields: Fields) -> ModelConfig:
     refuse_true(fields, "scale_attn_by_inverse_layer_idx", "add_cross_attention")
-    heads = equal_heads(fields, hidden="n_embd", heads="n_head", rotates=False)
+    big_code = architecture == "GPTBigCodeForCausalLM"
+    num_kv_heads = 1 if big_code and fields.flag("multi_query", True) else None
+    heads = equal_heads(fields, num_kv_heads, hidden="n_embd", heads="n_head", rotates=False)
     hidden_size, num_positions = fields.count("n_embd"), fields.count("n_positions", 1024)
     mlp = MlpConfig(
         size=fields.count("n_inner", 4 * hidden_size),
-        activation=read_activation(fields, "activation_function", "gelu_new"),
+        activation=read_activation(fields, "activation_function", "gelu_pytorch_tanh" if big_code else "gelu_new"),
         is_gated=False,
         has_bias=True,
     )
@@ -55,12 +60,15 @@ def _gpt2(architecture: str, fields: Fields) -> ModelConfig:
         positions=LearnedPositions(num_positions),
         qkv_bias=True,
         output_bias=True,
+        qkv_by_group=big_code,
         attention_scale=None if fields.flag("scale_attn_weights", True) else 1.0,
-        transposed=True,
+        transposed=not big_code,
         names=_NAMES,
         ignored=_MASKS,
         quantization=fields.raw("quantization_config"),
     )
 
 
-ARCHITECTURES: dict[str, Callable[[str, Fields], ModelConfig]] = {"GPT2LMHeadModel": _gpt2}
+ARCHITECTURES: dict[str, Callable[[str, Fields], ModelConfig]] = dict.fromkeys(
+    ("GPT2LMHeadModel", "GPTBigCodeForCausalLM"), _gpt2
+)

@@ -1,0 +1,77 @@
+"""GPT-Neo: GPT-2 with plain matrices, queries that are not scaled, and a window in every second layer."""
+
+from collections.abc import Callable
+
+from octavo.worker.models.description import LayerConfig, LearnedPositions, MlpConfig, ModelConfig, TensorNames
+from octavo.worker.models.families.common import equal_heads, layer_norm, read_activation, read_dtype
+from octavo.worker.models.fields import Fields
+
+_KINDS = ("global", "local")
+_NAMES = TensorNames(
+    embedding="transformer.wte",
+    positions="transformer.wpe",
+    layer="transformer.h.{}",
+    final_norm="transformer.ln_f",
+    input_norm="ln_1",
+    mlp_norm="ln_2",
+    qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+    output="attn.attention.out_proj",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    optional_prefix="transformer.",
+)
+_MASKS = (".attn.attention.bias", ".attn.attention.masked_bias")
+"""Which tokens a token sees, as old checkpoints carry it."""
+
+
+def _gpt_neo(architecture: str, fields: Fields) -> ModelConfig:
+    heads = equal_heads(fields, heads="num_heads", rotates=False)
+    hidden_size, num_positions = fields.count("hidden_size"), fields.count("max_position_embeddings", 2048)
+    mlp = MlpConfig(
+        size=fields.count("intermediate_size", 4 * hidden_size),
+        activation=read_activation(fields, "activation_function", "gelu_new"),
+        is_gated=False,
+        has_bias=True,
+    )
+    window = fields.count("window_size", 256)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=hidden_size,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_size=heads.head_size,
+        max_positions=num_positions,
+        norm=layer_norm(fields, "layer_norm_epsilon"),
+        layers=tuple(
+            LayerConfig(mlp, window=window if kind == "local" else 0, rope=None) for kind in _layer_kinds(fields)
+        ),
+        tied_embeddings=fields.flag("tie_word_embeddings", True),
+        dtype=read_dtype(fields),
+        positions=LearnedPositions(num_positions),
+        output_bias=True,
+        attention_scale=1.0,
+        names=_NAMES,
+        ignored=_MASKS,
+        quantization=fields.raw("quantization_config"),
+    )
+
+
+def _layer_kinds(fields: Fields) -> tuple[str, ...]:
+    """Read attention_types: pairs of a list of kinds, and how often the list comes."""
+    num_layers, given = fields.count("num_layers"), fields.raw("attention_types") or [[["global", "local"], 12]]
+    kinds: list[str] = []
+    for pair in given if isinstance(given, list) else [given]:
+        match pair:
+            case [list(names), int(times)] if 0 <= times <= num_layers and all(name in _KINDS for name in names):
+                kinds += names * times
+            case _:
+                raise fields.refusal(
+                    "attention_types", given, "expected pairs of a list of global and local, and a count"
+                )
+    if len(kinds) != num_layers:
+        raise fields.refusal("attention_types", given, f"expected a kind for each of {num_layers} layers")
+    return tuple(kinds)
+
+
+ARCHITECTURES: dict[str, Callable[[str, Fields], ModelConfig]] = {"GPTNeoForCausalLM": _gpt_neo}
