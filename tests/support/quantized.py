@@ -12,6 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from octavo.kernels.ops import get_ops
+from octavo.worker.models.config import parse_model_config
+from octavo.worker.models.decoder import Decoder
+from octavo.worker.models.targets import Placement, ShardSpec
+from octavo.worker.quantization.layers import in_block
+from octavo.worker.quantization.plain import Unquantized
+from octavo.worker.quantization.scheme import LinearScheme
 from tests.support.tiny_models import TINY_LLAMA, TINY_QWEN2_MOE, random_tensors
 
 Array = npt.NDArray[Any]
@@ -284,35 +291,52 @@ WIDE_QWEN2_MOE: dict[str, Any] = TINY_QWEN2_MOE | {
 
 
 def quantized_model(
-    config: dict[str, Any],
-    draw: Draw,
-    seed: int = 0,
-    only: str = "",
-    ends: tuple[str, ...] = ("_proj.weight",),
-    transposed: bool = False,
+    config: dict[str, Any], draw: Draw, seed: int = 0, only: str = ""
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Draw a model whose layers are quantised.
+    """Draw a model whose layers are quantised; see `quantized_tensors`."""
+    return quantized_tensors(config, random_tensors(config, seed), draw, seed, only)
+
+
+def quantized_tensors(
+    config: dict[str, Any], plain: dict[str, Tensor], draw: Draw, seed: int = 0, only: str = ""
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Draw the linear layers of a model anew, quantised.
 
     Args:
-        config: of the model.
+        config: config.json of any architecture.
+        plain: a plain checkpoint.
         draw: of a layer.
         seed: of the numbers.
         only: what the names of quantised layers hold.
-        ends: how they end.
-        transposed: whether plain checkpoints have [inputs, outputs].
 
     Returns:
         The checkpoint's tensors, and those of a plain checkpoint of the same numbers.
     """
+    description = parse_model_config(config)
+    asked = _Asked()
+    Decoder(description, get_ops("reference"), Placement(torch.float32, torch.device("meta")), ShardSpec(), 2, asked)
     random = np.random.default_rng(seed)
-    plain = random_tensors(config, seed)
-    stored = dict(plain)
-    for name in plain:
-        if name.endswith(ends) and only in name:
-            outputs, inputs = plain[name].shape[::-1] if transposed else plain[name].shape
-            drawn = draw(outputs, inputs, random)
-            del stored[name]
-            stored |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in drawn.tensors.items()}
-            numbers = torch.from_numpy(drawn.numbers)
-            plain[name] = numbers.t().contiguous() if transposed else numbers
+    stored, plain = dict(plain), dict(plain)
+    for name in sorted(plain):
+        prefix = name.removesuffix(".weight")
+        if description.names.full(prefix) not in asked.prefixes or only not in name:
+            continue
+        shape = plain[name].shape[::-1] if description.transposed else plain[name].shape
+        drawn = draw(shape[0], shape[1], random)
+        del stored[name]
+        stored |= {f"{prefix}.{part}": tensor for part, tensor in drawn.tensors.items()}
+        numbers = torch.from_numpy(drawn.numbers)
+        plain[name] = numbers.t().contiguous() if description.transposed else numbers
     return stored, plain
+
+
+class _Asked(Unquantized):
+    """Notes which layers of blocks a decoder asks for."""
+
+    def __init__(self) -> None:
+        self.prefixes: set[str] = set()
+
+    def scheme_of(self, prefix: str) -> LinearScheme:
+        if in_block(prefix):
+            self.prefixes.add(prefix)
+        return super().scheme_of(prefix)
