@@ -77,6 +77,10 @@ class Ops(Protocol):
         """[T, 2I], gate first -> [T, I]."""
         ...
 
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """[S, V] -> [S, V], each value within -cap .. cap."""
+        ...
+
     def rotary_cos_sin(self, inv_freq: Tensor, max_positions: int, scaling: float = 1.0) -> Tensor:
         """[r/2] -> [max_positions, r] fp32."""
         ...

@@ -53,6 +53,7 @@ __all__ = [
     "rotary_cos_sin",
     "route",
     "sample",
+    "soft_cap",
 ]
 
 LINEAR_TILE_ROWS = 16
@@ -131,6 +132,16 @@ def act(x: Tensor, activation: Activation) -> Tensor:
     else:
         raise ValueError(f"activation {activation!r} is unknown")
     return activated.to(x.dtype)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(x / cap)`` of x of any shape, arithmetic in fp32, rounded once.
+
+    By the exponential, whose bits do not depend on a value's place.
+    """
+    wide = x.float()
+    weight = torch.exp(wide.abs() * (-2.0 / cap))  # in (0, 1]
+    return (cap * torch.sign(wide) * ((1.0 - weight) / (1.0 + weight))).to(x.dtype)
 
 
 def act_and_mul(x: Tensor, activation: Activation = "silu") -> Tensor:
@@ -354,7 +365,7 @@ def _attend_tiles(
             hidden = hidden | ((start + lane) < limit - window)
         scores = torch.matmul(q[:active], k.transpose(2, 3)) * scale
         if softcap > 0:
-            scores = _capped(scores, softcap)
+            scores = soft_cap(scores, softcap)
         scores = scores.masked_fill(hidden, float("-inf"))
         old = peak[:active]
         new = torch.maximum(old, scores.amax(dim=-1, keepdim=True))
@@ -366,9 +377,3 @@ def _attend_tiles(
         acc[:active] = acc[:active] * decay + torch.matmul(weights, v)
         peak[:active] = new
     return torch.where(mass > 0, acc / mass, 0.0)
-
-
-def _capped(scores: Tensor, softcap: float) -> Tensor:
-    """Return ``softcap * tanh(scores / softcap)`` by the exponential, whose bits do not depend on a value's place."""
-    weight = torch.exp(scores.abs() * (-2.0 / softcap))  # in (0, 1]
-    return softcap * torch.sign(scores) * ((1.0 - weight) / (1.0 + weight))

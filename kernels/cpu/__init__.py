@@ -1,7 +1,16 @@
 """The fast CPU backend: the operations of ``octavo.kernels.reference``, without its promise about bits."""
 
 from octavo.kernels.cpu.attention import paged_attention
-from octavo.kernels.cpu.dense import act, act_and_mul, layer_norm, linear, linear_act_and_mul, prepare_weight, rms_norm
+from octavo.kernels.cpu.dense import (
+    act,
+    act_and_mul,
+    layer_norm,
+    linear,
+    linear_act_and_mul,
+    prepare_weight,
+    rms_norm,
+    soft_cap,
+)
 from octavo.kernels.cpu.experts import experts, prepare_experts
 from octavo.kernels.experts import route
 from octavo.kernels.reference import copy_blocks, rotary_and_write_kv, rotary_cos_sin
@@ -39,4 +48,5 @@ __all__ = [
     "rotary_cos_sin",
     "route",
     "sample",
+    "soft_cap",
 ]

@@ -71,6 +71,11 @@ def act(x: Tensor, activation: Activation) -> Tensor:
     return _ACTIVATIONS[activation](x)
 
 
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Keep within a cap; see ``octavo.kernels.reference.soft_cap``."""
+    return (x.float() / cap).tanh_().mul_(cap).to(x.dtype)
+
+
 def act_and_mul(x: Tensor, activation: Activation = "silu") -> Tensor:
     """Gate; see ``octavo.kernels.reference.act_and_mul``."""
     gate, up = x.chunk(2, dim=-1)

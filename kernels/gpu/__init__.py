@@ -1,6 +1,6 @@
 """The GPU backend: Triton kernels for the operations of ``octavo.kernels.reference``, one file an operation."""
 
-from octavo.kernels.gpu.activation import act, act_and_mul
+from octavo.kernels.gpu.activation import act, act_and_mul, soft_cap
 from octavo.kernels.gpu.attention import paged_attention
 from octavo.kernels.gpu.copy import copy_blocks
 from octavo.kernels.gpu.experts import experts, prepare_experts
@@ -38,4 +38,5 @@ __all__ = [
     "rotary_cos_sin",
     "route",
     "sample",
+    "soft_cap",
 ]

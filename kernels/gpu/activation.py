@@ -1,4 +1,4 @@
-"""Activations, gated and not."""
+"""Activations, gated and not, and the soft cap of logits."""
 
 import math
 
@@ -88,5 +88,41 @@ def _launch(x: Tensor, activation: Activation, size: int, *, is_gated: bool) -> 
             OVERLAP=overlap,
             num_warps=4,
             launch_pdl=overlap,
+        )
+    return out
+
+
+@triton.jit
+def _soft_cap_kernel(x, out, x_stride, size, cap, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Programs run over the chunks of a line, then over the lines."""
+    chunks = tl.cdiv(size, BLOCK)
+    program = tl.program_id(0)
+    line = (program // chunks).to(tl.int64)
+    place = program % chunks * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    wait_for_inputs(OVERLAP)
+    value = tl.load(x + line * x_stride + place, inside, other=0.0).to(tl.float32)
+    weight = tl.exp(tl.abs(value) * (-2.0 / cap))
+    capped = cap * ((1.0 - weight) / (1.0 + weight))
+    # A NaN stays one: it is in `capped` as well.
+    capped = tl.where(value < 0.0, -capped, capped)
+    tl.store(out + line * size + place, capped.to(out.dtype.element_ty), inside)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Keep each value within -cap .. cap: x [S, V] -> ``cap * tanh(x / cap)`` [S, V], in fp32, rounded once.
+
+    Lines are contiguous, any distance apart. The reference is ``octavo.kernels.reference.soft_cap``.
+    """
+    lines = x.reshape(-1, x.shape[-1])
+    if lines.stride(-1) != 1:
+        lines = lines.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        overlap = overlaps(x)
+        size = x.shape[-1]
+        grid = (lines.shape[0] * triton.cdiv(size, _BLOCK),)
+        _soft_cap_kernel[grid](
+            lines, out, lines.stride(0), size, cap, BLOCK=_BLOCK, OVERLAP=overlap, num_warps=4, launch_pdl=overlap
         )
     return out

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.kernels.activations import Activation
 from octavo.kernels.gpu import attention
-from octavo.kernels.gpu.activation import act, act_and_mul
+from octavo.kernels.gpu.activation import act, act_and_mul, soft_cap
 from octavo.kernels.gpu.copy import copy_blocks
 from octavo.kernels.gpu.experts import Shape, Tile, prepare_experts, run_experts
 from octavo.kernels.gpu.filters import filter_logits
@@ -56,6 +56,7 @@ __all__ = [
     "rotary_cos_sin",
     "route",
     "sample",
+    "soft_cap",
 ]
 
 _EXPERTS = Shape(Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4))

@@ -158,6 +158,19 @@ def test_activations_at_the_ends_of_the_range(activation: Activation, backend: s
     assert out[0, 3].isnan()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_soft_cap_is_that_of_the_formula(backend: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(3, 97) * 40).to(dtype)
+    x[0, :5] = torch.tensor([0.0, 1e4, -1e4, float("inf"), float("-inf")])
+    before = x.clone()
+    out = get_ops(backend).soft_cap(x, 30.0)
+    torch.testing.assert_close(out, (30.0 * (x.double() / 30.0).tanh()).to(dtype))
+    assert torch.equal(x, before)
+    assert get_ops(backend).soft_cap(torch.tensor([float("nan")]), 3.0).isnan().all()
+
+
 @pytest.mark.parametrize("head_size", [64, 80, 128])
 def test_rotary_embedding_rotates_pairs_and_stores_what_it_should(head_size: int) -> None:
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from octavo.kernels import reference
 from octavo.kernels.activations import Activation
 
 pytest.importorskip("triton")
-from octavo.kernels.gpu.activation import act, act_and_mul
+from octavo.kernels.gpu.activation import act, act_and_mul, soft_cap
 from octavo.kernels.gpu.copy import copy_blocks
 from octavo.kernels.gpu.linear import (
     TILE_TOKENS,
@@ -139,6 +139,20 @@ def test_gate_at_the_ends_of_the_range() -> None:
     x = torch.tensor([[1e4, -1e4, 100.0, -100.0, 2.0, 3.0, 1.0, 5.0]], device=DEVICE)
     assert act_and_mul(x).tolist() == [[2e4, 0.0, 100.0, 0.0]]
     assert act_and_mul(torch.tensor([[float("nan"), 1.0]], device=DEVICE)).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 97), (3, 2049), (0, 64)])
+def test_soft_cap_is_that_of_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(9)
+    x = random(shape[0], shape[1] + 3, dtype=dtype, scale=40.0)[:, :-3]
+    out = soft_cap(x, 30.0)
+    assert out.is_contiguous()
+    exact = 30.0 * (x.double() / 30.0).tanh()
+    torch.testing.assert_close(out.double(), exact, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+    ends = torch.tensor([[1e4, -1e4, 0.0, float("inf"), float("-inf")]], device=DEVICE)
+    assert soft_cap(ends, 5.0).tolist() == [[5.0, -5.0, 0.0, 5.0, -5.0]]
+    assert soft_cap(ends.log(), 5.0).isnan().tolist() == [[False, True, False, False, True]]
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -105,9 +106,18 @@ def test_batch_mates_chunks_blocks_and_recomputation(
     assert [together[row] for row in range(8)] == solo
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "falcon"])
-def test_decoders_unlike_llama(tmp_path: Path, kind: str) -> None:
-    runner = load_eager(write_model(tmp_path, config_of(kind)))
+GEMMA2 = TINY_LLAMA | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "sliding_window": 7,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 9.0,
+}
+GROWING = TINY_LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 32.0}, "max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("config", [config_of("gpt2"), config_of("falcon"), GEMMA2, GROWING])
+def test_decoders_unlike_llama(tmp_path: Path, config: dict[str, Any]) -> None:
+    runner = load_eager(write_model(tmp_path, config))
     alone = [generate(runner, prompt_of(row), NUM_OUTPUT, sampling_of(row), choice=row, chunk=64) for row in range(8)]
     runner.clear()
     together = run_together(runner, 0)

@@ -124,7 +124,7 @@ class Decoder:
             x = self._project_out(self._ops, x)
         logits = self._ops.linear(x, self._tied_head) if self._head is None else self._head(self._ops, x)
         cap = self.config.final_softcap
-        return logits if not cap else torch.tanh(logits / cap) * cap
+        return self._ops.soft_cap(logits, cap) if cap else logits
 
 
 def _projection(placement: Placement, prefix: str, in_features: int, out_features: int) -> Linear | None:
