@@ -67,12 +67,11 @@ class PackedWeight:
         return math.ceil(self.shape[1] / self.block)
 
     @property
-    def strides(self) -> tuple[int, int, int, int]:
-        """Words from one row's to the next row's, the next block's and the next tile's, and the number of blocks."""
-        tile = TILE_ROWS * self.num_blocks * self.width
+    def strides(self) -> tuple[int, int]:
+        """Words from one row's to the next row's, and to its next block's."""
         if self.kind in (FLOAT8, FLOAT8_SCALED):
-            return self.num_blocks * self.width, self.width, tile, self.num_blocks
-        return self.width, TILE_ROWS * self.width, tile, self.num_blocks
+            return self.num_blocks * self.width, self.width
+        return self.width, TILE_ROWS * self.width
 
 
 def prepare(weight: Weight, dtype: torch.dtype) -> Tensor | PackedWeight:

@@ -15,7 +15,7 @@ _ROWS = tl.constexpr(TILE_ROWS)
 _TABLE = tl.constexpr(TABLE)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _dequantize_kernel(
     words,
     metas,
@@ -23,6 +23,7 @@ def _dequantize_kernel(
     out,
     num_outputs,
     num_rows,
+    num_blocks,
     K: tl.constexpr,
     KIND: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -38,7 +39,7 @@ def _dequantize_kernel(
     lane = tl.arange(0, _ROWS)
     row = tl.program_id(0) * _ROWS + lane
     atom = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
-    lines = words + tl.program_id(0).to(tl.int64) * STRIDES[2] + lane * STRIDES[0]
+    lines = words + tl.program_id(0).to(tl.int64) * (num_blocks * (_ROWS * WIDTH)) + lane * STRIDES[0]
     place = lines[:, None, None] + atom[None, :, None] * STRIDES[1] + tl.arange(0, WIDTH)[None, None, :]
     w = tl.load(place)
     table = metas
@@ -57,7 +58,7 @@ def _dequantize_kernel(
 
 def dequantize(weight: PackedWeight) -> Tensor:
     """Return the numbers of a weight as [N, K] of its dtype, inputs in the packed order."""
-    (outputs, size), (_, _, _, blocks) = weight.shape, weight.strides
+    (outputs, size), blocks = weight.shape, weight.num_blocks
     out = torch.empty((outputs, size), dtype=weight.dtype, device=weight.words.device)
     depth = 2 if blocks % 2 == 0 else 1
     overlap = overlaps(out)
@@ -68,6 +69,7 @@ def dequantize(weight: PackedWeight) -> Tensor:
         out,
         outputs,
         weight.metas.shape[1],
+        blocks,
         K=size,
         KIND=weight.kind,
         LAYOUT=(weight.bits, weight.width, weight.group_size),

@@ -39,7 +39,7 @@ class PackedShape:
     ahead: int = 2  # blocks fetched into the L2 cache before the inputs are there
 
 
-def packed_shape(tokens: int, outputs: int, num_blocks: int, multiprocessors: int) -> PackedShape:
+def packed_shape(tokens: int, outputs: int, num_blocks: int, bits: int, multiprocessors: int) -> PackedShape:
     """Return how to cut a product. All of these are unmeasured: chosen by counting instructions and bytes.
 
     Few tokens are bound by memory and by unpacking, and want many warps a multiprocessor; so the inputs are shared out
@@ -51,7 +51,7 @@ def packed_shape(tokens: int, outputs: int, num_blocks: int, multiprocessors: in
         split = max(1, min(4, multiprocessors // tiles, num_blocks // 8))
         return PackedShape(128, padded, 1, 4 if padded == 128 else 3, split, num_warps=8)
     padded = max(8, triton.next_power_of_2(tokens))
-    depth, stages = (2, 3) if padded <= 16 else (1, 4)
+    depth, stages = (max(1, 8 // bits), 3) if padded <= 16 else (1, 4)
     steps = max(1, num_blocks // depth)
     split = max(1, min(16, steps // 2, round(3 * multiprocessors / -(-outputs // 128))))
     return PackedShape(128, padded, depth, stages, split)
@@ -98,14 +98,15 @@ def packed_product(
         num_tokens,
         num_outputs,
         weight.metas.shape[1],
+        weight.num_blocks,
+        split,
         KIND=weight.kind,
         LAYOUT=(weight.bits, weight.width, weight.group_size),
         STRIDES=weight.strides,
         TILE=(shape.rows, shape.tokens, depth, shape.stages, min(shape.ahead, weight.num_blocks // split)),
-        SPLIT=split,
         WAYS=ways,
         ACTIVATION=activation,
-        HAS=(weight.scales is not None, bias is not None, addend is not None),
+        HAS=(weight.scales is not None, bias is not None, addend is not None, split > 1),
         OVERLAP=overlap,
         num_warps=shape.num_warps,
         launch_pdl=overlap,
@@ -144,7 +145,7 @@ def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: A
     if num_tokens > FEW_TOKENS and weight.scales is not None and _takes_float8(x, weight):
         out = _float8_product(x, weight, weight.scales, bias)
     elif 0 < num_tokens <= (PACKED_TOKENS if weight.sparse is None else FEW_TOKENS):
-        shape = packed_shape(num_tokens, weight.shape[0], weight.num_blocks, _multiprocessors(x.device))
+        shape = packed_shape(num_tokens, weight.shape[0], weight.num_blocks, weight.bits, _multiprocessors(x.device))
         return _in_registers(x, weight, bias, shape, activation)
     else:
         out = _in_full(x, weight, bias)

@@ -127,33 +127,33 @@ def _in_order(parts, ROWS: tl.constexpr, DEPTH: tl.constexpr, CODES: tl.constexp
 
 @triton.jit
 def _finish(
-    total, scales, bias, addend, out, row, token, first, num_tokens, num_outputs, WAYS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HAS: tl.constexpr,
+    total, scales, bias, addend, out, row, first, first_token, num_tokens, num_outputs, WAYS: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS: tl.constexpr,
 ):  # fmt: skip
     """Scale the sums [ROWS, TOKENS], add what is to be added, gate, round and store them."""
     ROWS: tl.constexpr = total.shape[0]
     TOKENS: tl.constexpr = total.shape[1]
     OUTPUTS: tl.constexpr = ROWS // WAYS
     dtype: tl.constexpr = out.dtype.element_ty
+    token = tl.arange(0, TOKENS)[None, :]
+    known = token < num_tokens - first_token
     if HAS[0]:
         total = total * tl.load(scales + row)[:, None]
     if HAS[1]:
         total += tl.load(bias + row).to(tl.float32)[:, None]
     if HAS[2]:
-        place = token.to(tl.int64)[None, :] * (WAYS * num_outputs) + row[:, None]
-        total += tl.load(addend + place, (token < num_tokens)[None, :], other=0.0)
-    output = first + tl.arange(0, OUTPUTS)
-    place = token.to(tl.int64)[None, :] * num_outputs + output[:, None]
-    mask = (output < num_outputs)[:, None] & (token < num_tokens)[None, :]
+        sums = addend + first_token.to(tl.int64) * (WAYS * num_outputs)
+        total += tl.load(sums + token * (WAYS * num_outputs) + row[:, None], known, other=0.0)
     if WAYS == 2:
         gate, up = tl.split(tl.permute(tl.reshape(total, [2, OUTPUTS, TOKENS]), (1, 2, 0)))
         gate = activated(gate.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
         total = gate * up.to(dtype).to(tl.float32)
-    tl.store(out + place, total.to(dtype), mask)
+    output = first + tl.arange(0, OUTPUTS)[:, None]
+    lines = out + first_token.to(tl.int64) * num_outputs
+    tl.store(lines + token * num_outputs + output, total.to(dtype), (output < num_outputs) & known)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_blocks", "split"])
 def packed_kernel(
     x,
     words,
@@ -167,11 +167,12 @@ def packed_kernel(
     num_tokens,
     num_outputs,
     num_rows,
+    num_blocks,
+    split,
     KIND: tl.constexpr,
     LAYOUT: tl.constexpr,
     STRIDES: tl.constexpr,
     TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
     WAYS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS: tl.constexpr,
@@ -180,10 +181,9 @@ def packed_kernel(
     """Program (output tile, part of the inputs, token tile), the last fastest; see ``octavo.kernels.gpu.quantized``.
 
     x: tensor descriptor of [T, K] with blocks [TOKENS, DEPTH * block]. LAYOUT: bits, width, group size. STRIDES: from
-    a row's words to the next row's, block's and tile's, and how many blocks there are. TILE: rows, tokens, blocks a
-    stage, stages, blocks fetched ahead. Where WAYS is 2, half of the rows are gates to be
-    activated, half the ups beside them. HAS:
-    scales, bias, addend. ``partials`` [SPLIT, T, WAYS * num_outputs] fp32; ``counters`` hold zeros before and after.
+    a row's words to the next row's and to its next block's. TILE: rows, tokens, blocks a stage, stages, blocks fetched
+    ahead. Where WAYS is 2, half of the rows are gates to be activated, half the ups beside them. HAS: scales, bias,
+    addend, several parts. ``partials`` [split, T, WAYS * num_outputs] fp32; ``counters`` hold zeros before and after.
     """
     WIDTH: tl.constexpr = LAYOUT[1]
     SIZE: tl.constexpr = 16 // LAYOUT[0] * WIDTH
@@ -191,20 +191,22 @@ def packed_kernel(
     TOKENS: tl.constexpr = TILE[1]
     DEPTH: tl.constexpr = TILE[2]
     OUTPUTS: tl.constexpr = ROWS // WAYS
-    STEPS: tl.constexpr = STRIDES[3] // DEPTH
     DTYPE: tl.constexpr = out.dtype.element_ty
     token_tiles = tl.cdiv(num_tokens, TOKENS)
-    token_tile = tl.program_id(0) % token_tiles
-    part = tl.program_id(0) // token_tiles % SPLIT
-    tile = tl.program_id(0) // (token_tiles * SPLIT)
+    first_token = tl.program_id(0) % token_tiles * TOKENS
+    part = tl.program_id(0) // token_tiles % split
+    tile = tl.program_id(0) // (token_tiles * split)
     first = tile * OUTPUTS
     lane = tl.arange(0, ROWS)
     # Rows behind the last output are read as the last one again: what they give is not stored.
     row = tl.minimum(first + lane % OUTPUTS, num_outputs - 1) + lane // OUTPUTS * num_outputs
     depth = tl.arange(0, DEPTH)
-    begin = part * STEPS // SPLIT
-    end = (part + 1) * STEPS // SPLIT
-    lines = words + (row // _TILE_ROWS).to(tl.int64) * STRIDES[2] + row % _TILE_ROWS * STRIDES[0]
+    steps = num_blocks // DEPTH
+    begin = part * steps // split
+    end = (part + 1) * steps // split
+    lines = (
+        words + (row // _TILE_ROWS).to(tl.int64) * (num_blocks * (_TILE_ROWS * WIDTH)) + row % _TILE_ROWS * STRIDES[0]
+    )
     if OVERLAP and TILE[4] > 0:
         prefetch(lines[:, None] + (begin * DEPTH + tl.arange(0, TILE[4]))[None, :] * STRIDES[1])
     if HAS[2] and OVERLAP:
@@ -221,22 +223,28 @@ def packed_kernel(
         w = tl.load(place + step * (DEPTH * STRIDES[1]))
         atom = step * DEPTH + depth
         a = weights(w, table, metas, row[:, None], atom[None, :], num_rows, KIND, LAYOUT, DTYPE, OVERLAP)
-        total = tl.dot(a, tl.trans(x.load([token_tile * TOKENS, step * (DEPTH * SIZE)])), total)
+        total = tl.dot(a, tl.trans(x.load([first_token, step * (DEPTH * SIZE)])), total)
     if HAS[2] and OVERLAP:
         tl.extra.cuda.gdc_wait()
-    token = token_tile * TOKENS + tl.arange(0, TOKENS)
-    if SPLIT == 1:
-        _finish(total, scales, bias, addend, out, row, token, first, num_tokens, num_outputs, WAYS, ACTIVATION, HAS)
+    if not HAS[3]:
+        _finish(
+            total, scales, bias, addend, out, row, first, first_token, num_tokens, num_outputs, WAYS, ACTIVATION, HAS
+        )  # fmt: skip
     else:
-        known = (first + lane % OUTPUTS < num_outputs)[:, None] & (token < num_tokens)[None, :]
-        cells = token.to(tl.int64)[None, :] * (WAYS * num_outputs) + row[:, None]
+        token = tl.arange(0, TOKENS)[None, :]
+        known = (first + lane % OUTPUTS < num_outputs)[:, None] & (token < num_tokens - first_token)
+        cells = token * (WAYS * num_outputs) + row[:, None]
         size = num_tokens.to(tl.int64) * (WAYS * num_outputs)
-        tl.store(partials + part * size + cells, total, known)
-        counter = counters + tile * token_tiles + token_tile
+        pieces = partials + first_token.to(tl.int64) * (WAYS * num_outputs)
+        tl.store(pieces + part * size + cells, total, known)
+        counter = counters + tile * token_tiles + first_token // TOKENS
         tl.debug_barrier()
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == split - 1:
             tl.store(counter, 0)
             total = tl.zeros([ROWS, TOKENS], tl.float32)
-            for piece in tl.range(0, SPLIT, loop_unroll_factor=4 if TOKENS <= 16 else 1):
-                total += tl.load(partials + piece * size + cells, known, other=0.0, cache_modifier=".cg")
-            _finish(total, scales, bias, addend, out, row, token, first, num_tokens, num_outputs, WAYS, ACTIVATION, HAS)
+            for piece in tl.range(0, split, loop_unroll_factor=4 if TOKENS <= 16 else 1):
+                total += tl.load(pieces + piece * size + cells, known, other=0.0, cache_modifier=".cg")
+            _finish(
+                total, scales, bias, addend, out, row, first, first_token, num_tokens, num_outputs, WAYS, ACTIVATION,
+                HAS,
+            )  # fmt: skip
