@@ -36,25 +36,28 @@ class PackedShape:
     stages: int  # in flight
     split: int  # programs that share a tile's inputs
     num_warps: int = 4
-    ahead: int = 2  # blocks fetched into the L2 cache before the inputs are there
+    ahead: int = 4  # blocks fetched into the L2 cache before the inputs are there
 
 
-def packed_shape(tokens: int, outputs: int, num_blocks: int, bits: int, multiprocessors: int) -> PackedShape:
+def packed_shape(tokens: int, weight: PackedWeight, multiprocessors: int) -> PackedShape:
     """Return how to cut a product. All of these are unmeasured: chosen by counting instructions and bytes.
 
-    Few tokens are bound by memory and by unpacking, and want many warps a multiprocessor; so the inputs are shared out
-    until there are about three programs for each. From 128 tokens on the matrix unit is the limit.
+    Few tokens are bound by memory and by unpacking, and want many warps a multiprocessor: inputs are shared out until
+    there are about three programs for each, or until partial results take as many bytes as the weights. From 65 tokens
+    on the matrix unit is the limit, and a program more than there are multiprocessors takes a whole turn.
     """
-    if tokens > 64:
+    (outputs, size), blocks = weight.shape, weight.num_blocks
+    tiles = -(-outputs // 128)
+    if tokens > FEW_TOKENS:
         padded = 128 if tokens <= 128 else 256
-        tiles = -(-outputs // 128) * -(-tokens // padded)
-        split = max(1, min(4, multiprocessors // tiles, num_blocks // 8))
+        split = max(1, min(4, multiprocessors // (tiles * -(-tokens // padded)), blocks // 8))
         return PackedShape(128, padded, 1, 4 if padded == 128 else 3, split, num_warps=8)
     padded = max(8, triton.next_power_of_2(tokens))
-    depth, stages = (max(1, 8 // bits), 3) if padded <= 16 else (1, 4)
-    steps = max(1, num_blocks // depth)
-    split = max(1, min(16, steps // 2, round(3 * multiprocessors / -(-outputs // 128))))
-    return PackedShape(128, padded, depth, stages, split)
+    depth, stages = (max(1, 8 // weight.bits), 3) if padded <= 16 else (1, 3)
+    most = max(1, min(16, blocks // depth // 2, size * weight.bits // (64 * padded)))
+    split = max(1, min(most, round(3 * multiprocessors / tiles)))
+    rows = 128 if tiles * split > multiprocessors else 64
+    return PackedShape(rows, padded, depth, stages, split)
 
 
 INVARIANT_SHAPE = PackedShape(128, 64, 1, 4, 1)
@@ -145,7 +148,7 @@ def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: A
     if num_tokens > FEW_TOKENS and weight.scales is not None and _takes_float8(x, weight):
         out = _float8_product(x, weight, weight.scales, bias)
     elif 0 < num_tokens <= (PACKED_TOKENS if weight.sparse is None else FEW_TOKENS):
-        shape = packed_shape(num_tokens, weight.shape[0], weight.num_blocks, weight.bits, _multiprocessors(x.device))
+        shape = packed_shape(num_tokens, weight, _multiprocessors(x.device))
         return _in_registers(x, weight, bias, shape, activation)
     else:
         out = _in_full(x, weight, bias)
