@@ -161,8 +161,8 @@ def _choose(config: WorkerConfig) -> _Choices:
         model=model,
         backend=backend,
         placement=Placement(dtype, device),
-        # One head's tokens side by side are what the attention of the GPU loads in one piece.
-        cache=kv_cache.spec_of(model, shard, config.block_size, cache_dtype, device, head_major=backend == "triton"),
+        # One head's tokens side by side are what fast attention loads in one piece.
+        cache=kv_cache.spec_of(model, shard, config.block_size, cache_dtype, device, head_major=backend != "reference"),
         max_model_len=_max_model_len(config, model),
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,

@@ -8,12 +8,12 @@ from octavo.kernels.cpu.dense import (
     linear,
     linear_act_and_mul,
     prepare_weight,
-    rms_norm,
     soft_cap,
 )
 from octavo.kernels.cpu.experts import experts, prepare_experts
+from octavo.kernels.cpu.pointwise import rms_norm, rotary_and_write_kv
 from octavo.kernels.experts import route
-from octavo.kernels.reference import copy_blocks, rotary_and_write_kv, rotary_cos_sin
+from octavo.kernels.reference import copy_blocks, rotary_cos_sin
 from octavo.kernels.sampling import (
     apply_allowed,
     apply_logit_bias,

@@ -80,20 +80,33 @@ def test_tokens_of_no_row_give_zeros_and_an_empty_step_nothing() -> None:
         assert nothing.shape == (0, 4, 64)
 
 
-def test_cpu_decode_in_pieces_and_with_tables_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_attention, "_PIECE_BYTES", 64 * 3 * 64 * 4)  # 64 keys: most rows go alone, some in pairs
-    batch = Batch([(1, n) for n in (30, 1, 16, 200, 17, 31, 64, 5)], (9, 3, 64), 16)
-    torch.testing.assert_close(cpu_attention.paged_attention(*batch.arguments()), batch.formula(), rtol=1e-4, atol=1e-5)
-    # The same tensors with other contents, as a worker that keeps its tables does.
-    other = Batch([(1, n) for n in (3, 100, 1, 20, 170, 64, 31, 50)], (9, 3, 64), 16, seed=1)
-    for mine, theirs in ((batch.seq_lens, other.seq_lens), (batch.tables, other.tables)):
-        mine.resize_(theirs.shape).copy_(theirs)
-    other.seq_lens, other.tables = batch.seq_lens, batch.tables
-    torch.testing.assert_close(cpu_attention.paged_attention(*other.arguments()), other.formula(), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("heads", [(9, 3, 64), (8, 1, 40)])
+@pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (20, 0.0), (0, 3.0), (33, 5.0)])
+def test_cpu_windows_and_soft_caps_are_those_of_the_reference(
+    heads: tuple[int, int, int], window: int, softcap: float
+) -> None:
+    batch = Batch(ROWS, heads, 16)
+    expected = reference.paged_attention(*batch.arguments(), window=window, softcap=softcap)
+    out = cpu_attention.paged_attention(*batch.arguments(), window=window, softcap=softcap)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_cpu_backend_serves_bf16_and_calls_in_and_out_of_inference_mode() -> None:
-    for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float32, 1e-5)):
+def test_cpu_attention_reads_caches_that_lie_head_by_head_and_queries_with_gaps() -> None:
+    batch = Batch(ROWS, (9, 3, 64), 16)
+    expected = batch.formula()
+    batch.caches = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in batch.caches]
+    batch.q = torch.cat((batch.q, batch.q), 1)[:, :9]
+    torch.testing.assert_close(cpu_attention.paged_attention(*batch.arguments()), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_cpu_attention_with_large_scores_stays_finite() -> None:
+    batch = Batch([(1, 50), (40, 40)], (4, 2, 64), 16)
+    batch.q *= 1e4
+    torch.testing.assert_close(cpu_attention.paged_attention(*batch.arguments()), batch.formula(), rtol=1e-3, atol=1e-3)
+
+
+def test_cpu_backend_serves_16_bit_floats_and_calls_in_and_out_of_inference_mode() -> None:
+    for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-5)):
         batch = Batch([(1, 40), (9, 9), (1, 70)], (9, 3, 64), 16)
         expected = batch.formula()
         batch.q, batch.caches = batch.q.to(dtype), [cache.to(dtype) for cache in batch.caches]

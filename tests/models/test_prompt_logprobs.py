@@ -173,7 +173,9 @@ def test_logits_that_are_not_finite_fault_the_row_alone(
     result = runner.execute(driver.plan({0: 41 if samples else 20, 1: 3}))
     heard = Heard()
     heard.hear(result, 1)
-    assert (faults_of(result), heard) == ({0: FAULT_NONFINITE_LOGITS}, expected)
+    assert faults_of(result) == {0: FAULT_NONFINITE_LOGITS}
+    assert (heard.ranks, heard.top_ids) == (expected.ranks, expected.top_ids)
+    assert heard.logprobs == pytest.approx(expected.logprobs, abs=1e-5)  # the batch may change last bits
     assert {told.of for told in result.prompt_logprobs} == {1}
     assert tokens_of(result).keys() == {1}
     runner.clear()
