@@ -177,7 +177,7 @@ BackendName = Literal["auto", "cpu", "reference", "triton"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormatName = Literal["auto", "dummy"]
 KvCacheDtypeName = Literal["auto", "fp8"]
-QuantizationName = Literal["awq", "compressed-tensors", "fp8", "gptq", "squeezellm"]
+QuantizationName = Literal["awq", "compressed-tensors", "fp8", "gptq", "int8", "squeezellm"]
 if TYPE_CHECKING:
     PolicyName = str
 else:
@@ -204,7 +204,7 @@ Quantization = Annotated[
     option(
         "--quantization",
         _MODEL,
-        "How weights are quantised; default: as config.json says. fp8 also quantises plain weights on load.",
+        "How weights are quantised; default: as config.json says. int8 and fp8 quantise plain weights on load.",
     ),
 ]
 LoadFormat = Annotated[LoadFormatName, option("--load-format", _MODEL, "auto: safetensors; dummy: random weights.")]

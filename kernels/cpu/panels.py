@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -43,23 +44,31 @@ def in_panels(weight: Weight, dtype: torch.dtype) -> Panels:
     """Bring a weight into panels: integer codes stay codes, everything else becomes numbers of the dtype."""
     if isinstance(weight, GroupedWeight):
         return _of_codes(weight)
+    if not isinstance(weight, Tensor):
+        _say_dequantised(type(weight).__name__, str(dtype).removeprefix("torch."))
     plain = dequantized(weight, dtype)
     return Panels(KINDS[dtype], plain.shape[0], plain.shape[1], _arranged(plain))
 
 
+@cache
+def _say_dequantised(kind: str, dtype: str) -> None:
+    """Log it once."""
+    logger.info("the CPU has no kernel for %s: its numbers are %s from here on", kind, dtype)
+
+
 def _of_codes(weight: GroupedWeight) -> Panels:
     codes = unpack_codes(weight.packed, weight.bits)
-    panels = _arranged(codes)
-    kind = "uint8"
+    more = (0, -codes.shape[0] % (2 * jit.vector_width()))
+    scales = functional.pad(weight.scales.float(), more).contiguous()
+    if weight.zeros is None and weight.bits == 8:
+        kind, zeros, panels = "int8", None, _arranged((codes ^ 128).view(torch.int8))
+    else:
+        kind, zeros, panels = "uint8", torch.full_like(scales, 2.0 ** (weight.bits - 1)), _arranged(codes)
+        if weight.zeros is not None:
+            zeros = functional.pad(weight.zeros.float(), more).contiguous()
     if weight.bits <= 4:
         kind, (low, high) = "uint4", panels.chunk(2, -1)
         panels = low | (high << 4)
-    more = (0, -codes.shape[0] % (2 * jit.vector_width()))
-    scales = functional.pad(weight.scales.float(), more).contiguous()
-    if weight.zeros is None:
-        zeros = torch.full_like(scales, 2.0 ** (weight.bits - 1))
-    else:
-        zeros = functional.pad(weight.zeros.float(), more).contiguous()
     perm = None if weight.perm is None else weight.perm.long()
     return Panels(kind, codes.shape[0], codes.shape[1], panels, scales, zeros, weight.group_size, perm)
 

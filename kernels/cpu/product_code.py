@@ -17,8 +17,9 @@ from octavo.kernels.cpu.code import FIRST, I8, I32, I64, PTR, THREAD, Code, Valu
 (X, NUM_ROWS, NUM_INPUTS, NUM_OUTPUTS, WEIGHT, SCALES, ZEROS, GROUP, BIAS, OUT, BUFFER, PANELS_AT_ONCE) = range(
     FIRST, FIRST + 12
 )
-"""Slots: x as tiles [tiles][inputs][rows], the weight's panels, its scales [groups][padded outputs] float32 or 0, its zeros
-like these or 0, inputs of a group, bias float32 or 0, out [rows][outputs] float32, a buffer of a panel for each thread."""
+"""Slots: x as tiles [tiles][inputs][rows], the weight's panels, its scales [groups][padded outputs] float32, its zeros
+like these (int8 has none), inputs of a group, bias float32 or 0, out [rows][outputs] float32, memory for a panel of each
+thread, panels of a chunk."""
 
 PLAIN = ("float32", "bfloat16", "float16")
 CODES = ("int8", "uint8", "uint4")
@@ -147,12 +148,14 @@ def _convert_panel(code: Code, kind: str, args: Value, base: Value, panel: Value
         with code.loop(0, code.slot(args, NUM_INPUTS)) as place:
             convert(place, None, None)
         return
-    with _groups(code, args, panel) as (start, stop, factors, offsets), code.loop(start, stop) as place:
+    with _groups(code, kind, args, panel) as (start, stop, factors, offsets), code.loop(start, stop) as place:
         convert(place, factors, offsets)
 
 
 @contextmanager
-def _groups(code: Code, args: Value, panel: Value) -> Iterator[tuple[Value, Value, list[Value], list[Value]]]:
+def _groups(
+    code: Code, kind: str, args: Value, panel: Value
+) -> Iterator[tuple[Value, Value, list[Value], list[Value] | None]]:
     """Loop over the groups of a panel; yields where each begins and ends, its scales and its zeros."""
     num_inputs, size, panel_size = code.slot(args, NUM_INPUTS), code.slot(args, GROUP), 2 * code.width
     padded = code.mul(code.div(code.add(code.slot(args, NUM_OUTPUTS), panel_size - 1), panel_size), panel_size)
@@ -160,7 +163,9 @@ def _groups(code: Code, args: Value, panel: Value) -> Iterator[tuple[Value, Valu
         first = code.add(code.mul(group, padded), code.mul(panel, panel_size))
         places = [code.add(first, half * code.width) for half in range(2)]
         factors = [code.load(code.pointer(args, SCALES), place) for place in places]
-        offsets = [code.load(code.pointer(args, ZEROS), place) for place in places]
+        offsets = None
+        if kind != "int8":
+            offsets = [code.load(code.pointer(args, ZEROS), place) for place in places]
         start = code.mul(group, size)
         yield start, code.least(code.add(start, size), num_inputs), factors, offsets
 
@@ -194,7 +199,7 @@ class _Tile:
             self._store([[self._sum(row, half) for half in range(2)] for row in range(self._rows)])
             return code.finish()
         scaled = self._zeros()
-        with _groups(code, self._args, self._panel) as (begin, end, factors, offsets):
+        with _groups(code, self._kind, self._args, self._panel) as (begin, end, factors, offsets):
             for place in (place for phase in self._sums for row in phase for place in row):
                 code.b.store(zero, place)
             self._accumulate(begin, end, offsets)

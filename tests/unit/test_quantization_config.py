@@ -255,7 +255,7 @@ def test_what_is_chosen() -> None:
     ):
         read_quantization(None, "bitsandbytes")
     with pytest.raises(
-        ModelConfigError, match=r"--quantization gptq: the model folder says nothing of it.*become fp8 on"
+        ModelConfigError, match=r"--quantization gptq: the model folder says nothing of it.*become fp8, int8 on"
     ):
         read_quantization(None, "gptq")
 

@@ -12,6 +12,7 @@ from octavo.worker.models.layers import Linear, Norm
 from octavo.worker.models.mlp import Mlp
 from octavo.worker.models.rope import rotary_table
 from octavo.worker.models.targets import Placement, ShardSpec, Target, whole
+from octavo.worker.quantization.layers import OnLoadScheme
 from octavo.worker.quantization.plain import Unquantized
 from octavo.worker.quantization.scheme import LinearShape, Projection, Quantization
 
@@ -45,6 +46,7 @@ class Decoder:
         self._norm = Norm(placement, config.hidden_size, config.norm, names.final_norm) if names.final_norm else None
         self._head = None if config.tied_embeddings else _make_head(config, size, placement, quantization)
         self._tied_head: Prepared = None  # the embedding, prepared for products
+        self._head_scheme = quantization.scheme_of(names.head)
         self._cos_sin = [rotary_table(ops, rope, config.head_size, max_positions, placement) for rope in config.ropes]
         self._no_rotation = rotary_table(ops, None, config.head_size, max_positions, placement)
 
@@ -69,11 +71,13 @@ class Decoder:
 
     def finish_loading(self) -> None:
         """Bring all weights into the backend's form; called once, after the last tensor was loaded."""
-        for part in (self._project_in, self._project_out, self._head, *self._layers):
+for part in (self._project_in, self._project_out, self._head, *self._layers):
             if part is not None:
                 part.finish_loading(self._ops)
         if self._head is None:
-            self._tied_head = self._ops.prepare_weight(self._embedding, self._embedding.dtype)
+            scheme, weight = self._head_scheme, self._embedding
+            head = scheme.quantize(weight) if isinstance(scheme, OnLoadScheme) else weight
+            self._tied_head = self._ops.prepare_weight(head, weight.dtype)
 
     def empty_logits(self, num_rows: int) -> Tensor:
         """Return memory for logits: [num_rows, vocab_size] in the dtype of `forward`."""

@@ -6,6 +6,7 @@ from typing import Any
 from octavo.worker.models.fields import Fields
 from octavo.worker.quantization import config_compressed, config_grouped, config_other
 from octavo.worker.quantization.fp8 import quantized_float8
+from octavo.worker.quantization.int8 import quantized_int8
 from octavo.worker.quantization.layers import QuantizedOnLoad
 from octavo.worker.quantization.methods import method_of
 from octavo.worker.quantization.plain import Unquantized
@@ -20,7 +21,10 @@ _READERS: dict[str, Callable[[Fields, Tensors | None], Quantization]] = {
     "gptq": config_grouped.read_gptq,
     "squeezellm": config_other.read_squeezellm,
 }
-_ON_LOAD: dict[str, Callable[[], Quantization]] = {"fp8": lambda: QuantizedOnLoad(quantized_float8)}
+_ON_LOAD: dict[str, Callable[[], Quantization]] = {
+    "fp8": lambda: QuantizedOnLoad(quantized_float8),
+    "int8": lambda: QuantizedOnLoad(quantized_int8, with_head=True),
+}
 
 
 def read_quantization(config: Any, chosen: str | None = None, tensors: Tensors | None = None) -> Quantization:

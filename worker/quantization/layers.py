@@ -65,13 +65,19 @@ class ConfiguredLayers:
 
 @dataclass(frozen=True)
 class QuantizedOnLoad:
-    """Plain checkpoints whose layers are quantised as they are loaded; what is outside of blocks stays plain."""
+    """Plain checkpoints whose layers are quantised as they are loaded.
+
+    Attributes:
+        quantize: a weight.
+        with_head: the output head as well; else what is outside of blocks stays plain.
+    """
 
     quantize: Callable[[Tensor], Weight]
+    with_head: bool = False
 
     def scheme_of(self, prefix: str) -> LinearScheme:
         """Return the format of the linear layer with this prefix in the checkpoint."""
-        return OnLoadScheme(self.quantize) if in_block(prefix) else PLAIN
+        return OnLoadScheme(self.quantize) if self.with_head or in_block(prefix) else PLAIN
 
     def is_ignored(self, name: str) -> bool:
         """Say that no tensor is left unread."""
