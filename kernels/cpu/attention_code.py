@@ -257,27 +257,23 @@ class _Unit:
     def _score_many(self, count: Value) -> None:
         """Turn the keys around, copy the values, and multiply tiles of lines with the keys."""
         code = self._code
-        zero = code.constant(0.0)
-        for first in range(0, KEYS, code.width):
-            rows = [
-                [code.variable(ir.VectorType(F32, code.width), zero) for _ in range(self._vectors)]
-                for _ in range(code.width)
-            ]
-            for lane, row in enumerate(rows):
-                key = code.number(first + lane)
-                for place in row:
-                    code.b.store(zero, place)
-                with code.when(code.less(key, count)):
-                    for place, value in zip(row, self._head_vectors(self._head_at(KEY_CACHE, key)), strict=True):
-                        code.b.store(value, place)
-            for vector in range(self._vectors):
-                column = [code.b.load(row[vector], typ=ir.VectorType(F32, code.width)) for row in rows]
-                for lane, turned in enumerate(code.transposed(column)):
-                    code.store(turned, self._keys, (vector * code.width + lane) * KEYS + first)
+        with code.loop(0, KEYS, code.width) as first:
+            keys = [self._head_at(KEY_CACHE, code.add(first, lane)) for lane in range(code.width)]
+            with code.loop(0, self._head_size // code.width * code.width, code.width) as place:
+                self._turn([code.load(key, place, self._dtype) for key in keys], place, first)
+            if self._head_size % code.width:
+                place = code.number((self._vectors - 1) * code.width)
+                self._turn([self._head_vectors(key)[-1] for key in keys], place, first)
         with code.loop(0, count) as key:
             for vector, value in enumerate(self._head_vectors(self._head_at(VALUE_CACHE, key))):
                 code.store(value, self._values, code.add(code.mul(key, self._padded), vector * code.width))
         self._multiply(self._q, self._padded, self._padded, self._keys, KEYS, self._scores, None)
+
+    def _turn(self, vectors: list[Value], place: Value, first: Value) -> None:
+        """Store a vector of each of some keys, turned around."""
+        for lane, turned in enumerate(self._code.transposed(vectors)):
+            line = self._code.mul(self._code.add(place, lane), KEYS)
+            self._code.store(turned, self._keys, self._code.add(line, first))
 
     def _add_many(self, count: Value) -> None:
         self._multiply(self._scores, KEYS, count, self._values, self._padded, self._sums, self._sums)

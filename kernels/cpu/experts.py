@@ -7,11 +7,12 @@ from torch import Tensor
 
 from octavo.kernels.activations import Activation
 from octavo.kernels.cpu.dense import linear, linear_act_and_mul, prepare_weight
+from octavo.kernels.cpu.panels import Panels
 from octavo.kernels.experts import combine
 from octavo.kernels.weights import Weight
 
 
-def prepare_experts(weights: Tensor | Sequence[Weight], dtype: torch.dtype) -> list[Tensor]:
+def prepare_experts(weights: Tensor | Sequence[Weight], dtype: torch.dtype) -> list[Panels]:
     """Bring each expert's weight into the form of this backend's ``linear``."""
     return [prepare_weight(weight, dtype) for weight in weights]
 
@@ -20,8 +21,8 @@ def experts(
     x: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
-    gate_up: list[Tensor],
-    down: list[Tensor],
+    gate_up: list[Panels],
+    down: list[Panels],
     activation: Activation = "silu",
 ) -> Tensor:
     """Run the experts that have tokens, one after the other; see ``octavo.kernels.reference.experts``."""

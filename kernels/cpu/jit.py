@@ -66,7 +66,10 @@ class _Machine:
         with self._lock:
             parsed = binding.parse_assembly(str(module))
             parsed.verify()
-            options = binding.create_pipeline_tuning_options(speed_level=2)
+            # The code says itself what is a vector and what is unrolled: passes that look for more only take time.
+            options = binding.create_pipeline_tuning_options(speed_level=1)
+            options.loop_vectorization = options.slp_vectorization = False
+            options.loop_unrolling = options.loop_interleaving = False
             builder = binding.create_pass_builder(self._target_machine, options)
             builder.getModulePassManager().run(parsed, builder)
             self._engine.add_module(parsed)

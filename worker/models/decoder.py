@@ -71,7 +71,7 @@ class Decoder:
 
     def finish_loading(self) -> None:
         """Bring all weights into the backend's form; called once, after the last tensor was loaded."""
-for part in (self._project_in, self._project_out, self._head, *self._layers):
+        for part in (self._project_in, self._project_out, self._head, *self._layers):
             if part is not None:
                 part.finish_loading(self._ops)
         if self._head is None:
