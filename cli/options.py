@@ -177,7 +177,7 @@ BackendName = Literal["auto", "cpu", "reference", "triton"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormatName = Literal["auto", "dummy"]
 KvCacheDtypeName = Literal["auto", "fp8"]
-QuantizationName = Literal["awq", "compressed-tensors", "fp8", "gptq", "int8", "squeezellm"]
+QuantizationName = Literal["auto-round", "awq", "compressed-tensors", "fp8", "gptq", "int8", "squeezellm"]
 if TYPE_CHECKING:
     PolicyName = str
 else:

@@ -23,6 +23,14 @@ from tests.support.quantized import StoredTensor
 
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+AUTO_ROUND: dict[str, Any] = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 128,
+    "sym": True,
+    "data_type": "int",
+    "packing_format": "auto_round:auto_gptq",
+}
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": False}
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -57,6 +65,8 @@ def group(weights: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
         (AWQ, AWQScheme("gemm", 128)),
         (AWQ | {"version": "GEMV", "group_size": 64}, AWQScheme("gemv", 64)),
         ({"zero_point": True, "q_group_size": -1, "w_bit": 4, "version": "GEMM"}, AWQScheme("gemm", None)),
+        (AUTO_ROUND | {"bits": 3}, GPTQScheme(3, 128, False, 1)),
+        (AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}, AWQScheme("gemm", 128)),
         ({"quant_method": "squeezellm", "wbits": 3}, SqueezeLLMScheme(3)),
         ({"wbits": 4}, SqueezeLLMScheme(4)),
         (FP8, Float8Scheme(None, "dynamic")),
@@ -121,6 +131,21 @@ def test_rules_of_gptq() -> None:
     assert scheme_of(GPTQ | {"lm_head": True}, "lm_head") == scheme_of(GPTQ)
 
 
+def test_single_layers_of_auto_round() -> None:
+    extra = {
+        Q: {"bits": 8, "group_size": 32},
+        r".*\.mlp\..*": {"bits": 16},
+        "k_proj$": {"bits": 2},
+        "lm_head": {"bits": 8},
+    }
+    config = AUTO_ROUND | {"extra_config": extra}
+    assert scheme_of(config) == GPTQScheme(8, 32, False, 1)
+    assert scheme_of(config, DOWN) is PLAIN
+    assert scheme_of(config, "model.layers.3.self_attn.k_proj") == GPTQScheme(2, 128, False, 1)
+    assert scheme_of(config, "model.layers.3.self_attn.v_proj") == GPTQScheme(4, 128, False, 1)
+    assert scheme_of(config, "lm_head") == GPTQScheme(8, 128, False, 1)
+
+
 def test_lists_of_what_is_left_out() -> None:
     assert scheme_of(AWQ | {"modules_to_not_convert": ["self_attn"]}) is PLAIN
     assert scheme_of(AWQ | {"modules_to_not_convert": ["self_attn"]}, DOWN) == scheme_of(AWQ)
@@ -164,7 +189,7 @@ def test_the_checkpoint_has_the_last_word() -> None:
     [
         (
             {"quant_method": "exl2"},
-            "method 'exl2' is not supported; supported are awq, compressed-tensors, fp8, gptq, sq",
+            "method 'exl2' is not supported; supported are auto-round, awq, compressed-tensors, fp8",
         ),
         ({}, "method None is not supported"),
         (7, "method 7 is not supported"),
@@ -191,6 +216,18 @@ def test_the_checkpoint_has_the_last_word() -> None:
         (AWQ | {"version": "gemv_fast"}, "version = 'gemv_fast' is not supported"),
         (AWQ | {"backend": "llm-awq"}, "backend = 'llm-awq': not supported"),
         (AWQ | {"modules_to_not_convert": "x"}, "modules_to_not_convert = 'x': expected a list"),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:fp8"},
+            "packing_format = 'auto_round:fp8' is not supported; supported",
+        ),
+        (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type = 'mx_fp': not supported"),
+        (AUTO_ROUND | {"act_bits": 8}, "act_bits = 8: not supported; 16 is"),
+        (AUTO_ROUND | {"extra_config": [1]}, r"extra_config = \[1\]: expected an object"),
+        (AUTO_ROUND | {"extra_config": {"a": 3}}, r"extra_config\.a = 3: expected an object"),
+        (
+            AUTO_ROUND | {"extra_config": {"a": {"bits": 5}}},
+            r"extra_config\.a\.bits = 5: not supported; supported are 2",
+        ),
         ({"quant_method": "squeezellm", "wbits": 2}, "wbits = 2: not supported; supported are 3, 4"),
         (
             FP8 | {"activation_scheme": "none"},
@@ -251,7 +288,7 @@ def test_what_is_chosen() -> None:
     with pytest.raises(ModelConfigError, match=r"--quantization fp8 contradicts .* it is gptq"):
         read_quantization(GPTQ, "fp8")
     with pytest.raises(
-        ModelConfigError, match="--quantization 'bitsandbytes' is not supported; supported are awq, compr"
+        ModelConfigError, match="--quantization 'bitsandbytes' is not supported; supported are auto-round, aw"
     ):
         read_quantization(None, "bitsandbytes")
     with pytest.raises(

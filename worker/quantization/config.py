@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.worker.models.fields import Fields
-from octavo.worker.quantization import config_compressed, config_grouped, config_other
+from octavo.worker.quantization import config_auto_round, config_compressed, config_grouped, config_other
 from octavo.worker.quantization.fp8 import quantized_float8
 from octavo.worker.quantization.int8 import quantized_int8
 from octavo.worker.quantization.layers import QuantizedOnLoad
@@ -15,6 +15,7 @@ from octavo.worker.quantization.stored import Tensors
 
 # Each has an entry for every one of octavo.worker.quantization.methods.
 _READERS: dict[str, Callable[[Fields, Tensors | None], Quantization]] = {
+    "auto-round": config_auto_round.read_auto_round,
     "awq": config_grouped.read_awq,
     "compressed-tensors": config_compressed.read_compressed_tensors,
     "fp8": config_other.read_fp8,

@@ -6,7 +6,7 @@ from typing import Any
 
 from octavo.worker.errors import ModelConfigError
 
-SUPPORTED_METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "squeezellm")
+SUPPORTED_METHODS = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "squeezellm")
 """Values of quantization_config.quant_method, and of --quantization for such checkpoints."""
 ON_LOAD_METHODS = ("fp8", "int8")
 """Values of --quantization for plain checkpoints, which are quantised as they are loaded."""
