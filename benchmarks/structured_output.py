@@ -211,7 +211,7 @@ def main() -> int:
         return 0 if found["ratio"] <= 1.1 else 1
     started = time.perf_counter()
     answers = asyncio.run(ask_schemas(given.address, given.requests))
-    found = judge(answers, given.model or locate("demo")) | {"seconds": round(time.perf_counter() - started, 1)}
+    found = judge(answers, given.model or locate("demo").folder) | {"seconds": round(time.perf_counter() - started, 1)}
     print(json.dumps(found, indent=2, ensure_ascii=False))
     return 0 if not found["wrong"] and found["stopped"] >= MIN_STOPPED else 1
 

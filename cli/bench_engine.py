@@ -22,7 +22,7 @@ from octavo.cli.bench_models import CONFIGS, write_config_folder
 from octavo.cli.bench_signals import held
 from octavo.cli.bench_workloads import SmallVocabulary, warmup
 from octavo.cli.errors import CommandError, ConfigurationError
-from octavo.cli.model_store import resolve
+from octavo.cli.model_store import Model, resolve
 from octavo.cli.program import OCTAVO
 from octavo.wire.errors import WireError
 from octavo.wire.handshake import ServiceFacts
@@ -83,12 +83,14 @@ class EngineSettings:
         flags: values by flag of FLAGS; None: the engine's own default.
         worker_arguments: given to the worker as they are, after all others.
         start_timeout_s: most seconds until it is ready.
+        source: what the processes are told in place of the folder: a GGUF file.
     """
 
     folder: Path
     flags: Mapping[str, object] = field(default_factory=dict)
     worker_arguments: tuple[str, ...] = ()
     start_timeout_s: float = 600.0
+    source: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class EngineProcesses:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         flags = settings.flags
         queue = {"max-waiting-requests": _MAX_WAITING_REQUESTS, "max-waiting-tokens": _MAX_WAITING_TOKENS}
-        model = str(settings.folder)
+        model = str(settings.source or settings.folder)
         self._commands = {
             "scheduler": [model, *_words({**_chosen(flags, _SCHEDULER_FLAGS), **queue})],
             "worker": [model, *_words(_chosen(flags, _WORKER_FLAGS)), *settings.worker_arguments],
@@ -221,7 +223,8 @@ def settings_for(
         CommandError: it cannot be fetched.
     """
     if model not in CONFIGS or Path(model).is_dir():
-        yield EngineSettings(_resolve(model), flags, worker_arguments, start_timeout_s)
+        found = _resolve(model)
+        yield EngineSettings(found.folder, flags, worker_arguments, start_timeout_s, found.source)
         return
     with _temporary_folder("octavo-bench-model-") as parent:
         folder = write_config_folder(model, parent)
@@ -286,10 +289,10 @@ def _temporary_folder(prefix: str) -> Iterator[Path]:
             folder.cleanup()
 
 
-def _resolve(model: str) -> Path:
-    """Return the folder of a model; where there is none, the message names the shapes as well."""
+def _resolve(model: str) -> Model:
+    """Return a model; where there is none, the message names the shapes as well."""
     try:
-        return resolve(model).folder
+        return resolve(model)
     except ConfigurationError as error:
         if Path(model).expanduser().is_dir():
             raise

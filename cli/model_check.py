@@ -1,10 +1,10 @@
 """What a model folder is and whether it would run, from its headers alone: `models inspect` shows it, `serve` asks first."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from octavo.cli.checkpoint import CheckpointFile, read_checkpoint
 from octavo.cli.errors import CommandError, ConfigurationError
+from octavo.cli.model_store import Model
 from octavo.frontend.model import ModelFiles, load_model_files
 from octavo.frontend.tokenizer import ModelFilesError
 from octavo.worker.errors import ModelConfigError
@@ -23,15 +23,15 @@ class Examined:
     problem_of_weights: str | None = None  # also among the problems
 
 
-def examine(folder: Path) -> Examined:
+def examine(model: Model) -> Examined:
     """Read config, headers of the weights, tokenizer and chat template."""
-    found = Examined()
+    found, folder = Examined(), model.folder
     try:
         found.config = load_model_config(folder)
     except ModelConfigError as error:
         found.problems.append(str(error))
     try:
-        found.weights = read_checkpoint(folder)
+        found.weights = read_checkpoint(folder, model.gguf)
     except CommandError as error:
         found.problem_of_weights = str(error)
         found.problems.append(found.problem_of_weights)
@@ -42,18 +42,21 @@ def examine(folder: Path) -> Examined:
     return found
 
 
-def require_servable(folder: Path, *, with_weights: bool) -> None:
-    """Check a model folder before any process starts.
+def require_servable(model: Model, load_format: str) -> None:
+    """Check a model before any process starts.
 
     Args:
-        folder: the model.
-        with_weights: whether weights are needed (not with --load-format dummy).
+        model: to be served.
+        load_format: value of --load-format; with `dummy` weights are not needed.
 
     Raises:
         ConfigurationError: it would not run; the message says why.
     """
-    found = examine(folder)
+    there, with_weights = "safetensors" if model.gguf is None else "gguf", load_format != "dummy"
+    if load_format not in ("auto", "dummy", there):
+        raise ConfigurationError(f"--load-format {load_format}, but the weights of {model.source} are {there}")
+    found = examine(model)
     needed = [found.config, found.text] + ([found.weights] if with_weights else [])
     if any(part is None for part in needed):
         problems = [problem for problem in found.problems if with_weights or problem != found.problem_of_weights]
-        raise ConfigurationError(f"{folder} cannot be served: {'; '.join(problems)}")
+        raise ConfigurationError(f"{model.source} cannot be served: {'; '.join(problems)}")

@@ -1,67 +1,117 @@
 """From what a user calls a model to a folder on disk, fetched where it is absent."""
 
-import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.cli import demo_model
 from octavo.cli.errors import CommandError, ConfigurationError
+from octavo.cli.folder_lock import locked
 from octavo.cli.places import models_folder
+from octavo.worker.safetensors_file import INDEX_FILE, SINGLE_FILE
 
 DEMO = "demo"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
 """Never code, never pickled weights."""
-_UNKNOWN = f"model {{!r}} is neither a folder, nor a hub name (owner/model), nor {DEMO!r}"
+_FILES_SHOWN = 8
+GGUF_SUFFIX = ".gguf"
+_UNKNOWN = f"model {{!r}} is neither a folder, nor a GGUF file, nor a hub name (owner/model), nor {DEMO!r}"
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model folder with the names that it is served under, the default first."""
+    """A model on this disk.
+
+    Attributes:
+        folder: with config.json, tokenizer and, unless they are in a GGUF file, the weights.
+        names: that it is served under, the default first.
+        source: what it was found by: naming that finds the same model.
+        gguf: the file with the weights, if that is what they are in.
+    """
 
     folder: Path
     names: tuple[str, ...]
+    source: Path
+    gguf: Path | None = None
 
 
 def resolve(name: str) -> Model:
     """Return the model of that name; fetch it where it is absent.
 
     Args:
-        name: a folder, a hub name (owner/model), or `demo`.
+        name: a folder, a GGUF file, a hub name (owner/model), or `demo`.
 
     Raises:
-        ConfigurationError: there is no such model.
+        ConfigurationError: there is no such model, or its GGUF file cannot be used.
         CommandError: it could not be fetched.
     """
     if name == DEMO:
-        return Model(fetch(DEMO), (demo_model.NAME, DEMO))
+        folder = fetch(DEMO)
+        return Model(folder, (demo_model.NAME, DEMO), folder)
     path = Path(name).expanduser()
-    if path.is_dir():
-        if not is_complete(path):
-            raise ConfigurationError(f"{path} is no model folder: it has no config.json")
-        return Model(path.absolute(), (path.absolute().name,))
+    if path.is_dir() or path.suffix == GGUF_SUFFIX:
+        return _local(path.absolute())
     if _HUB_NAME.fullmatch(name):
-        return Model(fetch(name), (name,))
+        folder = fetch(name)
+        return Model(folder, (name,), folder)
     raise ConfigurationError(_UNKNOWN.format(name))
 
 
-def locate(name: str) -> Path:
-    """Return the folder of a model that is on this disk; nothing is fetched.
+def _local(path: Path) -> Model:
+    """Return the model that a folder or a GGUF file holds."""
+    if path.suffix == GGUF_SUFFIX and not path.is_dir():
+        if not path.is_file():
+            raise ConfigurationError(f"there is no file {path}")
+        return Model(_gguf_folder(path, None), (path.stem,), path, path)
+    gguf = gguf_file_of(path)
+    if gguf is not None:
+        return Model(_gguf_folder(gguf, path), (path.name,), path, gguf)
+    if not is_complete(path):
+        raise ConfigurationError(f"{path} is no model folder: it has no config.json, nor one GGUF file")
+    return Model(path, (path.name,), path)
+
+
+def gguf_file_of(folder: Path) -> Path | None:
+    """Return the file that a folder's weights are in, if it is a GGUF file.
 
     Raises:
-        ConfigurationError: there is no such model.
+        ConfigurationError: there are several, and no safetensors.
+    """
+    if (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
+        return None
+    files = sorted(path for path in folder.glob(f"*{GGUF_SUFFIX}") if path.is_file())
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files[:_FILES_SHOWN])
+        raise ConfigurationError(
+            f"{folder} holds {len(files)} GGUF files ({names}{', ...' if len(files) > _FILES_SHOWN else ''}): name one of them"
+        )
+    return files[0] if files else None
+
+
+def _gguf_folder(path: Path, beside: Path | None) -> Path:
+    from octavo.cli.gguf_folder import folder_for  # only for such files: it takes a fifth of a second
+
+    return folder_for(path, beside)
+
+
+def locate(name: str) -> Model:
+    """Return a model that is on this disk; nothing is fetched.
+
+    Raises:
+        ConfigurationError: there is no such model, or its GGUF file cannot be used.
+        CommandError: the folder for a GGUF file cannot be made.
     """
     path = Path(name).expanduser()
-    folder = path.absolute() if name != DEMO and path.is_dir() else folder_of(name)
+    if name != DEMO and (path.is_dir() or path.suffix == GGUF_SUFFIX):
+        return _local(path.absolute())
+    folder = folder_of(name)
     if not is_complete(folder):
         tried = [str(folder)] if name == DEMO else list(dict.fromkeys((str(path.absolute()), str(folder))))
         raise ConfigurationError(f"there is no model {name!r}: no config.json in {' or '.join(tried)}")
-    return folder
+    return Model(folder, (name,), folder)
 
 
 def folder_of(name: str) -> Path:
@@ -88,7 +138,7 @@ def fetch(name: str) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder):
+        with locked(folder.with_name(f".{folder.name}.lock")):
             if not is_complete(folder):  # another process may have fetched it while this one waited
                 _remove_leftovers(folder)
                 if name == DEMO:
@@ -98,16 +148,6 @@ def fetch(name: str) -> Path:
     except OSError as error:
         raise CommandError(f"{name} cannot be stored in {folder}: {error}") from error
     return folder
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -44,18 +44,18 @@ def list_models() -> None:
 @app.command("fetch", cls=Command)
 def fetch_model(name: Name) -> None:
     """Fetch a model, unless it is there, and print its folder."""
-    typer.echo(str(resolve(name).folder))
+    typer.echo(str(resolve(name).source))
 
 
 @app.command("inspect", cls=Command)
 def inspect(
-    name: Annotated[str, typer.Argument(help="A model folder, or the name of a fetched model.")],
+    name: Annotated[str, typer.Argument(help="A model folder, a GGUF file, or the name of a fetched model.")],
 ) -> None:
     """Show what a model is and whether it would run; reads headers, no weights."""
-    folder = locate(name)
-    found = examine(folder)
+    model = locate(name)
+    folder, found = model.folder, examine(model)
     table = Table(show_header=False, box=None, padding=(0, 2))
-    table.add_row("folder", str(folder))
+    table.add_row("folder" if model.gguf is None else "file", str(model.gguf or folder))
     if found.config is not None:
         _describe(table, found.config)
     else:

@@ -62,7 +62,7 @@ _ACCESS = "Keys and TLS"
 _PROCESS = "Process"
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="A model folder, a hub name (owner/model), or 'demo'.", envvar="OCTAVO_MODEL")
+    str, typer.Argument(help="A model folder, a GGUF file, a hub name (owner/model), or 'demo'.", envvar="OCTAVO_MODEL")
 ]
 ConfigFile = Annotated[
     Path | None,
@@ -175,7 +175,7 @@ SslCaCerts = Annotated[
 DeviceName = Literal["auto", "cpu", "cuda"]
 BackendName = Literal["auto", "cpu", "reference", "triton"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-LoadFormatName = Literal["auto", "dummy"]
+LoadFormatName = Literal["auto", "safetensors", "gguf", "dummy"]
 KvCacheDtypeName = Literal["auto", "fp8"]
 QuantizationName = Literal["auto-round", "awq", "compressed-tensors", "fp8", "gptq", "int8", "squeezellm"]
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ Quantization = Annotated[
         "How weights are quantised; default: as config.json says. int8 and fp8 quantise plain weights on load.",
     ),
 ]
-LoadFormat = Annotated[LoadFormatName, option("--load-format", _MODEL, "auto: safetensors; dummy: random weights.")]
+LoadFormat = Annotated[LoadFormatName, option("--load-format", _MODEL, "auto: what is there; dummy: random weights.")]
 EnforceEager = Annotated[
     bool,
     option("--enforce-eager/--no-enforce-eager", _MODEL, "Launch every kernel by itself: no CUDA graphs."),

@@ -194,6 +194,7 @@ def worker(
         code = run(
             WorkerConfig(
                 model_path=found.folder,
+                gguf=found.gguf,
                 address=scheduler_address or default_scheduler_address(),
                 curve_keys=curve_keys,
                 device=device,

@@ -94,7 +94,7 @@ def serve(
     found = resolve(model)
     ports = _Ports(host, grpc_port, http_port, num_frontends)
     grpc_port, http_port = ports.grpc_port, ports.http_port
-    require_servable(found.folder, with_weights=load_format != "dummy")
+    require_servable(found, load_format)
     access = _access(
         (api_key, api_key_file, admin_api_key), (ssl_certfile, ssl_keyfile, ssl_ca_certs), _reachable(host), grpc_port
     )
@@ -287,7 +287,7 @@ def _child(
     environment: Mapping[str, str] = MappingProxyType({}),
     live_socket: str = "",
 ) -> ChildSpec:
-    arguments = [str(model.folder)]
+    arguments = [str(model.source)]
     for name, value in {**settings, **common, "live-socket": live_socket}.items():
         if isinstance(value, bool):
             arguments.append(f"--{name}" if value else f"--no-{name}")

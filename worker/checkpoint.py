@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from octavo.worker.models.targets import Target
 from octavo.worker.read_ahead import Extent
+from octavo.worker.staging import Staging
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """What is read into each other, whatever dtype the model runs in; other numbers are taken as they are."""
@@ -42,8 +42,12 @@ class CheckpointTensor(Protocol):
         """Where it lies."""
         ...
 
-    def pieces(self, target: Target) -> Iterator[tuple[Tensor, Tensor]]:
-        """Read what the target takes: yield parts of its view, with what goes there."""
+    def fill(self, target: Target, staging: Staging) -> Iterator[int]:
+        """Read what the target takes; yield how many numbers of it are read, now and then.
+
+        Raises:
+            WeightsError: the file cannot be read.
+        """
         ...
 
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_STEPS = 10
 _SETTINGS_END = 2**63
-_LOAD_FORMATS = ("auto", "dummy")
+_LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 _SMALLER_STEPS = "lower --max-num-batched-tokens or --max-num-seqs"
 
 
@@ -177,7 +177,7 @@ def _load_model(chosen: _Choices, ops: Ops, between_tensors: Callable[[], None])
     progress = _Progress(between_tensors)
     with memory.named_shortage(chosen.placement.device, "loading the weights", "choose a smaller model"):
         name_of = chosen.model.names.full
-        checkpoint = None if config.load_format == "dummy" else open_checkpoint(config.model_path)
+        checkpoint = None if config.load_format == "dummy" else open_checkpoint(config.model_path, config.gguf)
         tensors = None if checkpoint is None else {name_of(tensor.name): tensor for tensor in checkpoint.tensors}
         quantization = read_quantization(chosen.model.quantization, config.quantization, tensors)
         model = Decoder(chosen.model, ops, chosen.placement, chosen.shard, chosen.max_model_len, quantization)
@@ -299,6 +299,9 @@ def _check_settings(config: WorkerConfig) -> None:
         raise StartError(f"gpu_memory_utilization = {config.gpu_memory_utilization}: expected above 0, at most 1")
     if config.load_format not in _LOAD_FORMATS:
         raise StartError(f"load_format {config.load_format!r} is unknown; there are {', '.join(_LOAD_FORMATS)}")
+    there = "safetensors" if config.gguf is None else "gguf"
+    if config.load_format not in ("auto", "dummy", there):
+        raise StartError(f"load_format {config.load_format!r}, but the weights of {config.model_path} are {there}")
 
 
 def _check_memory(chosen: _Choices) -> None:

@@ -14,6 +14,7 @@ from octavo.worker.errors import WeightsError
 from octavo.worker.models.targets import Target
 from octavo.worker.read_ahead import Extent
 from octavo.worker.safetensors_file import INDEX_FILE, TensorPlace, checkpoint_files, read_file_header, some
+from octavo.worker.staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +96,10 @@ class SafetensorsTensor:
         self.extent = Extent(path, place.start, place.end)
         self._num_elements = place.num_elements
 
-    def pieces(self, target: Target) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the target's whole view, and what goes there."""
-        yield target.view, target.take(self._tensor())
+    def fill(self, target: Target, staging: Staging) -> Iterator[int]:
+        """Read what the target takes, in one go."""
+        staging.copy(target.view, target.take(self._tensor()))
+        yield target.view.numel()
 
     def _tensor(self) -> Tensor:
         assert self.torch_dtype is not None  # noqa: S101 - for the type checker

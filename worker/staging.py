@@ -28,12 +28,17 @@ class Staging:
         self._copied: list[_Copied | None] = [None] * _NUM_BUFFERS  # the end of the last copy out of each buffer
         self._next = 0
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether there is nothing to stage: the targets are the processor's own memory."""
+        return self._device.type == "cpu"
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy `source` to `target`, of the same shape and any dtype; `finish` waits until it has arrived.
 
         The source may be dropped at once; the target must be contiguous.
         """
-        if self._device.type == "cpu":
+        if self.is_direct:
             target.copy_(source)
             return
         # Flat, so that a piece is a run of numbers, whatever the shape. Converted on the way into the buffer: what

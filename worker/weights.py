@@ -32,13 +32,23 @@ Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in total."""
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path, gguf: Path | None = None) -> Checkpoint:
     """Open a model's checkpoint: read the headers of its files.
 
+    Args:
+        folder: the model.
+        gguf: the file that the weights are in, if it is such a file.
+
     Raises:
-        WeightsError: a file is missing or damaged; the message names it.
+        WeightsError: a file is missing or damaged, or of a kind that is not read; the message names it.
+        ModelConfigError: a GGUF file's architecture is not supported.
     """
-    return SafetensorsCheckpoint(folder)
+    if gguf is None:
+        return SafetensorsCheckpoint(folder)
+    from octavo.worker.gguf.header import read_header  # the library takes a fifth of a second
+    from octavo.worker.gguf.reader import GgufCheckpoint
+
+    return GgufCheckpoint(read_header(gguf))
 
 
 def load_weights(
@@ -113,10 +123,7 @@ def _read(checkpoint: Checkpoint, matched: list[tuple[CheckpointTensor, Target]]
     with ReadAhead([tensor.extent for tensor, _ in matched]) as ahead:
         for tensor, target in matched:
             num_bytes = tensor.extent.end - tensor.extent.start
-            filled = 0
-            for view, source in tensor.pieces(target):
-                staging.copy(view, source)
-                filled += view.numel()
+            for filled in tensor.fill(target, staging):
                 progress(done + num_bytes * filled // max(1, target.view.numel()), total)
             done += num_bytes
             ahead.advance(num_bytes)

@@ -6,25 +6,30 @@ import pytest
 
 from octavo.cli.errors import ConfigurationError
 from octavo.cli.model_check import examine, require_servable
+from octavo.cli.model_store import Model
 from tests.support.tiny_models import write_model
+
+
+def model_of(folder: Path) -> Model:
+    return Model(folder, (folder.name,), folder)
 
 
 def test_every_problem_is_found_at_once(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     (folder / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
     (folder / "model.safetensors").write_bytes(b"short")
-    found = examine(folder)
+    found = examine(model_of(folder))
     assert found.config is None
     assert found.weights is None
     assert len(found.problems) == 3
     with pytest.raises(ConfigurationError, match=r"NoSuchModel.*model\.safetensors.*tokenizer\.json"):
-        require_servable(folder, with_weights=True)
+        require_servable(model_of(folder), "auto")
 
 
 def test_a_whole_folder_passes_and_dummy_weights_need_no_file(demo_model: Path, tmp_path: Path) -> None:
-    require_servable(demo_model, with_weights=True)
+    require_servable(model_of(demo_model), "auto")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((demo_model / name).read_bytes())
-    require_servable(tmp_path, with_weights=False)
+    require_servable(model_of(tmp_path), "dummy")
     with pytest.raises(ConfigurationError, match="holds neither"):
-        require_servable(tmp_path, with_weights=True)
+        require_servable(model_of(tmp_path), "auto")

@@ -157,7 +157,7 @@ def test_a_hub_model_brings_neither_code_nor_pickles(store: Path, monkeypatch: p
     assert model.folder == store / "owner--model"
     assert model.names == ("owner/model",)
     assert visible(model.folder) == ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
-    assert locate("owner/model") == model.folder
+    assert locate("owner/model").folder == model.folder
 
 
 def test_a_hub_repository_without_a_model_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,10 +67,10 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ChildSpec]:
     monkeypatch.setattr(serve, "Supervisor", supervisor)
     monkeypatch.setattr(serve, "has_controlling_terminal", lambda: True)
     monkeypatch.setattr(logs, "configure", lambda *_: None)
-    monkeypatch.setattr(serve, "resolve", lambda name: Model(tmp_path, ("a", "b")))
+    monkeypatch.setattr(serve, "resolve", lambda name: Model(tmp_path, ("a", "b"), tmp_path))
     monkeypatch.setattr(serve, "check_port", lambda host, port: None)
     monkeypatch.setattr(serve, "_access", lambda keys, tls, host, port: Access("here:1"))
-    monkeypatch.setattr(serve, "require_servable", lambda folder, with_weights: None)
+    monkeypatch.setattr(serve, "require_servable", lambda model, load_format: None)
     monkeypatch.setattr(keys, "check_curve", lambda address, folder: None)
     return children
 
