@@ -13,6 +13,8 @@ _ROTATED = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
 }
 BASES: dict[str, dict[str, Any]] = {
+    "cohere": {**_ROTATED, "num_key_value_heads": 2},
+    "cohere2": {**_ROTATED, "num_hidden_layers": 3, "num_key_value_heads": 2, "sliding_window": 9},
     "falcon": {
         **_SIZES,
         "hidden_size": 48,
@@ -60,6 +62,8 @@ BASES: dict[str, dict[str, Any]] = {
 """Kind of model -> its config, which cases change."""
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere": ("cohere", {"logit_scale": 0.5}),
+    "cohere2": ("cohere2", {"sliding_window_pattern": 2, "logit_scale": 0.5, "attention_bias": True}),
     "falcon": ("falcon", {}),
     "falcon-new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False}),
     "falcon-new-one-norm": (
@@ -124,6 +128,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name of a case -> kind of model and how its config differs from that of BASES."""
 
 KINDS: dict[str, str] = {
+    "cohere": "Cohere",
+    "cohere2": "Cohere2",
     "falcon": "Falcon",
     "gpt2": "GPT2",
     "gpt_bigcode": "GPTBigCode",

@@ -44,6 +44,8 @@ PUBLISHED: list[tuple[str, dict[str, Any], int]] = [
         },
         125_198_592,
     ),
+    ("cohere", shape(8192, 40, 64, 256000, intermediate_size=22528), 34_980_831_232),
+    ("cohere2", shape(4096, 32, 32, 256000, intermediate_size=14336, num_key_value_heads=8), 8_028_033_024),
     ("gptj", {"n_embd": 4096, "n_head": 16, "n_layer": 28, "rotary_dim": 64, "vocab_size": 50400}, 6_050_882_784),
     ("gpt_neox", shape(512, 6, 8, 50304, intermediate_size=2048), 70_426_624),
     ("gpt_neox", shape(6144, 44, 64, 50432, intermediate_size=24576, hidden_act="gelu_fast"), 20_554_567_680),
@@ -109,6 +111,8 @@ def test_defaults_are_those_of_transformers() -> None:
         ("phi", {"partial_rotary_factor": 0.4}, RopeConfig(10000.0, rotated_share=0.4)),
         ("stablelm", {"rope_theta": 7.0}, RopeConfig(7.0, rotated_share=0.25)),
         ("starcoder2", {}, RopeConfig(10000.0)),
+        ("cohere", {}, RopeConfig(500000.0)),
+        ("cohere2", {}, RopeConfig(10000.0)),
         ("falcon", {"rope_theta": 500042.0}, RopeConfig(500042.0)),
     ],
 )
@@ -120,6 +124,9 @@ def test_rotated_shares(kind: str, given: dict[str, Any], expected: RopeConfig) 
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm = true is not supported"),
+        ("cohere", {"logit_scale": 0}, "logit_scale = 0: expected a finite number above 0"),
+        ("cohere2", {"layer_types": ["full_attention"]}, "layer_types = .*: expected a name for each of 3 layers"),
         ("falcon", {"alibi": True}, "alibi = true is not supported; only the rotary embedding is"),
         ("falcon", {**NEW_FALCON, "parallel_attn": False}, "parallel_attn = False: expected true with new_decoder"),
         ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2: expected 1, or 2 with new_decoder"),

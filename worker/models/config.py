@@ -8,6 +8,7 @@ from typing import Any
 from octavo.worker.errors import ModelConfigError
 from octavo.worker.models.description import ModelConfig
 from octavo.worker.models.families import (
+    cohere,
     falcon,
     gemma,
     gpt2,
@@ -33,6 +34,7 @@ MAX_CONFIG_BYTES = 2**20
 
 _FAMILIES: dict[str, Callable[[str, Fields], ModelConfig]] = {
     **llama.ARCHITECTURES,
+    **cohere.ARCHITECTURES,
     **falcon.ARCHITECTURES,
     **gemma.ARCHITECTURES,
     **gpt2.ARCHITECTURES,

@@ -127,6 +127,8 @@ class Decoder:
         if self._project_out is not None:
             x = self._project_out(self._ops, x)
         logits = self._ops.linear(x, self._tied_head) if self._head is None else self._head(self._ops, x)
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
         cap = self.config.final_softcap
         return self._ops.soft_cap(logits, cap) if cap else logits
 

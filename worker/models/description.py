@@ -18,6 +18,7 @@ class NormConfig:
     kind: Literal["rms", "layer"]
     eps: float
     unit_offset: bool = False
+    has_bias: bool = True  # of a layer norm
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class ModelConfig:
     qk_norm: NormConfig | None = None  # of each head of queries and keys, before the rotary embedding
     attention_scale: float | None = None  # None: head_size ** -0.5
     attention_softcap: float = 0.0  # 0: none
+    logit_scale: float = 1.0  # logits are multiplied by it
     final_softcap: float = 0.0
     embedding_size: int | None = None  # None: hidden_size; else there are projections between the two
     embedding_scale: float = 1.0

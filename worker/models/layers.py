@@ -141,9 +141,9 @@ class Norm:
     def __init__(self, placement: Placement, size: int, config: NormConfig, prefix: str) -> None:
         self.config = config
         self.weight = placement.empty(size)
-        self.bias = placement.empty(size) if config.kind == "layer" else None
+        self.bias = placement.empty(size).zero_() if config.kind == "layer" else None
         self.targets = {f"{prefix}.weight": whole(self.weight)}
-        if self.bias is not None:
+        if self.bias is not None and config.has_bias:
             self.targets[f"{prefix}.bias"] = whole(self.bias)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
