@@ -1,12 +1,19 @@
 """What configs of quantised checkpoints mean for each layer, and what is refused with what is supported."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octavo.worker.errors import ModelConfigError
+from octavo.worker.models.config import parse_model_config
+from octavo.worker.models.sizes import num_parameters, weight_bytes
+from octavo.worker.models.targets import ShardSpec
 from octavo.worker.quantization import config as reading
 from octavo.worker.quantization import methods
 from octavo.worker.quantization.awq import AWQScheme
@@ -19,7 +26,7 @@ from octavo.worker.quantization.methods import config_beside, method_of
 from octavo.worker.quantization.plain import PLAIN
 from octavo.worker.quantization.scheme import LinearScheme
 from octavo.worker.quantization.squeezellm import SqueezeLLMScheme
-from tests.support.quantized import StoredTensor
+from tests.support.quantized import WIDE_LLAMA, StoredTensor
 
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
@@ -297,6 +304,15 @@ def test_what_is_chosen() -> None:
         read_quantization(None, "gptq")
 
 
+def test_sizes_of_a_quantised_model() -> None:
+    plain = parse_model_config(WIDE_LLAMA)
+    stored = parse_model_config(WIDE_LLAMA | {"quantization_config": GPTQ | {"group_size": 16}})
+    assert num_parameters(stored) == num_parameters(plain)
+    dtype = torch.float16
+    # Four bits a number, scales of 16 bits, zero points of 4 and the group of each input; all else as it was.
+    assert 0.4 < weight_bytes(stored, dtype, ShardSpec()) / weight_bytes(plain, dtype, ShardSpec()) < 0.6
+
+
 def test_every_method_is_read() -> None:
     assert set(reading._READERS) == set(methods.SUPPORTED_METHODS)
     assert set(reading._ON_LOAD) == set(methods.ON_LOAD_METHODS)
@@ -316,3 +332,37 @@ def test_files_beside_the_config(tmp_path: Path) -> None:
         (tmp_path / "quantize_config.json").write_text(content)
         with pytest.raises(ModelConfigError, match=rf"quantize_config\.json.*{message}"):
             config_beside(tmp_path)
+
+
+def paths(value: Any, start: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return where values stand in an object."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path for key, inner in items for path in [(*start, key), *paths(inner, (*start, key))]]
+
+
+RICH = [
+    GPTQ | {"dynamic": {"a": {"bits": 4}, "-:b": {}}, "modules_in_block_to_quantize": [["a"]], "lm_head": True},
+    AWQ | {"modules_to_not_convert": ["a"]},
+    AUTO_ROUND | {"extra_config": {"a": {"bits": 4}}},
+    FP8 | {"weight_block_size": [8, 8], "ignored_layers": ["a"], "fmt": "e4m3"},
+    PACKED,
+    PACKED | {"format": "float-quantized"} | group(FLOAT8, input_activations={"num_bits": 8, "type": "float", "dynamic": True}),
+]  # fmt: skip
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "a", "re:(", "gptq", "dense"])
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["a", "format"]), inner, max_size=2)
+)  # fmt: skip
+
+
+@given(st.sampled_from(RICH), st.data())
+def test_any_value_is_read_or_refused(config: dict[str, Any], data: st.DataObject) -> None:
+    changed = copy.deepcopy(config)
+    path = data.draw(st.sampled_from(paths(changed)))
+    inner: Any = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = data.draw(VALUES)
+    try:
+        scheme_of(changed)
+    except ModelConfigError:
+        return

@@ -1,5 +1,7 @@
 """What the weights of a model take, before any of them is allocated."""
 
+from dataclasses import replace
+
 import torch
 
 from octavo.kernels.ops import get_ops
@@ -19,12 +21,13 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, shard: ShardSpec) -> i
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Return how many numbers all weights are together.
+    """Return how many numbers all weights are together, however they are stored.
 
     Raises:
-        ModelConfigError: the quantisation is not supported.
+        ModelConfigError: the model cannot be built so.
     """
-    return sum(target.view.numel() for target in _without_memory(config, torch.float32, ShardSpec()).targets().values())
+    plain = replace(config, quantization=None)
+    return sum(target.view.numel() for target in _without_memory(plain, torch.float32, ShardSpec()).targets().values())
 
 
 def _without_memory(config: ModelConfig, dtype: torch.dtype, shard: ShardSpec) -> Decoder:
