@@ -57,6 +57,17 @@ def _traces_endpoint(value: str | None) -> str | None:
     return value
 
 
+def _override(value: str) -> str:
+    from octavo.frontend.generation_config import parse_override  # the frontend's modules are not loaded for --help
+    from octavo.frontend.tokenizer import ModelFilesError
+
+    try:
+        parse_override(value)
+    except ModelFilesError as error:
+        raise ConfigurationError(str(error)) from error
+    return value
+
+
 _LISTEN, _MODEL, _LIMITS, _MEMORY = "Listening", "Model", "Scheduling", "Memory"
 _ACCESS = "Keys and TLS"
 _PROCESS = "Process"
@@ -227,6 +238,25 @@ ToolCallParser = Annotated[
 ReasoningParser = Annotated[
     ReasoningParserName,
     option("--reasoning-parser", _MODEL, "How the model writes what it thinks; auto: its chat template tells."),
+]
+GenerationConfig = Annotated[
+    str,
+    option(
+        "--generation-config",
+        _MODEL,
+        "What unset sampling parameters mean. auto: the model's generation_config.json; vllm: neutral values; else a folder "
+        "with such a file.",
+    ),
+]
+OverrideGenerationConfig = Annotated[
+    str,
+    option(
+        "--override-generation-config",
+        _MODEL,
+        "Values that win over these, as JSON: '{\"temperature\": 0.2}'.",
+        callback=_override,
+        show_default=False,
+    ),
 ]
 EnableAutoToolChoice = Annotated[
     bool,

@@ -32,6 +32,8 @@ def frontend(
     share_prefix_cache: options.SharePrefixCache = False,
     tool_call_parser: options.ToolCallParser = "auto",
     reasoning_parser: options.ReasoningParser = "auto",
+    generation_config: options.GenerationConfig = "auto",
+    override_generation_config: options.OverrideGenerationConfig = "",
     enable_auto_tool_choice: options.EnableAutoToolChoice = True,
     ssl_certfile: options.SslCertfile = None,
     ssl_keyfile: options.SslKeyfile = None,
@@ -56,6 +58,7 @@ def frontend(
     _begin("frontend", log_level, log_format, exit_with_parent, access_log)
     from octavo.cli import keys
     from octavo.frontend.config import FrontendConfig
+    from octavo.frontend.generation_config import parse_override
     from octavo.frontend.main import run
 
     found = resolve(model)
@@ -80,6 +83,8 @@ def frontend(
                 share_prefix_cache=share_prefix_cache,
                 tool_call_parser=tool_call_parser if enable_auto_tool_choice else "none",
                 reasoning_parser=reasoning_parser,
+                generation_config=generation_config,
+                override_generation_config=parse_override(override_generation_config),
                 max_message_bytes=max_message_bytes,
                 grace_s=grace,
                 recovery_timeout_s=recovery_timeout,

@@ -1,7 +1,9 @@
 """What a frontend is told at its start; read once, never changed."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from octavo.frontend.auth import Authenticator
 from octavo.frontend.tls import TlsFiles
@@ -30,6 +32,9 @@ class FrontendConfig:
         health_port: the same on a port of the same host, without TLS; None for none, 0 lets the system choose one.
         tool_call_parser: how the model writes calls of tools, one of TOOL_PARSERS; auto: the chat template tells.
         reasoning_parser: how it writes what it thinks, one of REASONING_PARSERS; auto: the chat template tells.
+        generation_config: whose defaults of sampling hold: auto (the model's), vllm (nobody's), or a folder with a
+            generation_config.json.
+        override_generation_config: values that win over these.
         metrics_file: where this frontend counts, in a folder with those of the frontends that it shares its ports with;
             None: it counts for itself.
         otlp_traces_endpoint: collector that is told of calls in spans; None: nobody is.
@@ -73,6 +78,8 @@ class FrontendConfig:
     health_port: int | None = None
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
+    generation_config: str = AUTO
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict)
     metrics_file: Path | None = None
     otlp_traces_endpoint: str | None = None
     vllm_metric_names: bool = False

@@ -136,7 +136,13 @@ class Frontend:
         loop = asyncio.get_running_loop()
         config = self.config
         model = await loop.run_in_executor(
-            self._executor, load_model_files, config.model_path, config.tool_call_parser, config.reasoning_parser
+            self._executor,
+            load_model_files,
+            config.model_path,
+            config.tool_call_parser,
+            config.reasoning_parser,
+            config.generation_config,
+            config.override_generation_config,
         )
         client = SchedulerClient(self._context, self.config, model.digest, new_boot_id(), self._on_change)
         self.client = client

@@ -14,7 +14,7 @@ from octavo.frontend.beams import check_beams
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.constraint import Constraint, check_ending, read_constraint
 from octavo.frontend.errors import ContextLengthExceeded, InvalidArgument
-from octavo.frontend.model import SamplingDefaults
+from octavo.frontend.generation_config import SamplingDefaults
 from octavo.frontend.stopping import check_stop_strings, check_time_limit, check_token_limits
 from octavo.frontend.tools.definitions import num_tool_bytes
 from octavo.frontend.unknown_fields import check_known, submessages

@@ -15,7 +15,8 @@ from octavo.cli.errors import ConfigurationError
 from octavo.cli.main import build
 from octavo.cli.model_check import require_servable
 from octavo.cli.model_store import locate, resolve
-from octavo.frontend.model import SamplingDefaults, load_model_files
+from octavo.frontend.generation_config import SamplingDefaults
+from octavo.frontend.model import load_model_files
 from octavo.worker.models.config import load_model_config
 from tests.support.gguf_files import TINY, write_gguf
 from tests.support.tiny_models import load_worker, random_tensors, write_model

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from octavo.frontend.bad_words import check_bad_words, with_bad_words
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.errors import InvalidArgument
-from octavo.frontend.model import SamplingDefaults
+from octavo.frontend.generation_config import SamplingDefaults
 from octavo.frontend.tokenizer import ModelTokenizer
 from octavo.frontend.validation import Bounds, GenerationParams, check_params
 from octavo.v1 import generation_pb2 as pb

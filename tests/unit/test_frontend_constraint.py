@@ -10,8 +10,8 @@ from google.protobuf import json_format
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.constraint import MAX_CHOICES, MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 from octavo.frontend.errors import InvalidArgument
+from octavo.frontend.generation_config import SamplingDefaults
 from octavo.frontend.journal import Journal
-from octavo.frontend.model import SamplingDefaults
 from octavo.frontend.validation import Bounds, check_params, resolve_call
 from octavo.v1 import generation_pb2 as pb
 from octavo.wire.handshake import ServiceFacts

@@ -9,8 +9,8 @@ from google.protobuf import json_format
 
 from octavo.frontend import journal as journal_module
 from octavo.frontend.config import FrontendConfig
+from octavo.frontend.generation_config import SamplingDefaults
 from octavo.frontend.journal import Journal
-from octavo.frontend.model import SamplingDefaults
 from octavo.frontend.validation import Bounds, check_params, resolve_call
 from octavo.v1 import generation_pb2 as pb
 from octavo.wire.columns import pack_ints

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from octavo.frontend.config import FrontendConfig
-from octavo.frontend.model import SamplingDefaults, load_model_files
+from octavo.frontend.generation_config import SamplingDefaults, parse_override
+from octavo.frontend.model import load_model_files
 from octavo.frontend.server import check_vocabulary
 from octavo.frontend.tokenizer import ModelFilesError
 from tests.support.tiny_tokenizers import llama_like, write_model_folder
@@ -40,6 +41,42 @@ def test_defaults_out_of_range_are_named(tmp_path: Path, name: str, value: Any) 
     folder = write_model_folder(tmp_path, generation_config={name: value})
     with pytest.raises(ModelFilesError, match=f"generation_config.json: {name} is"):
         load_model_files(folder)
+
+
+def test_whose_defaults_hold_is_the_operators_to_say(tmp_path: Path) -> None:
+    own = {"temperature": 0.6, "top_k": 20, "eos_token_id": [5]}
+    folder = write_model_folder(tmp_path / "model", generation_config=own)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text('{"top_p": 0.5, "eos_token_id": 9}')
+    for source, override, defaults, end in (
+        ("auto", {}, SamplingDefaults(temperature=0.6, top_k=20), 5),
+        ("auto", {"temperature": 0.0, "eos_token_id": [7]}, SamplingDefaults(temperature=0.0, top_k=20), 7),
+        ("auto", {"temperature": None}, SamplingDefaults(top_k=20), 5),
+        ("vllm", {}, SamplingDefaults(), 5),
+        ("vllm", {"min_p": 0.1}, SamplingDefaults(min_p=0.1), 5),
+        (str(other), {}, SamplingDefaults(top_p=0.5), 9),
+        (str(other), {"top_p": 1.0}, SamplingDefaults(), 9),
+    ):
+        found = load_model_files(folder, generation_config=source, override_generation_config=override)
+        assert (found.defaults, end in found.eos_ids) == (defaults, True), (source, override)
+    with pytest.raises(ModelFilesError, match=f"{tmp_path}/none/generation_config.json"):
+        load_model_files(folder, generation_config=str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("[]", r"is no JSON object: \[\]"),
+        ('{"temprature": 1, "seed": 2}', "has seed, temprature; there are temperature, top_p, top_k"),
+        ('{"top_p": 0}', "--override-generation-config: top_p is 0, expected a number"),
+    ],
+)
+def test_overrides_that_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ModelFilesError, match=message):
+        parse_override(text)
 
 
 def test_ends_of_sequence_are_united(tmp_path: Path) -> None:

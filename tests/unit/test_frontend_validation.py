@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from octavo.frontend.config import FrontendConfig
 from octavo.frontend.errors import ContextLengthExceeded, InvalidArgument
-from octavo.frontend.model import SamplingDefaults
+from octavo.frontend.generation_config import SamplingDefaults
 from octavo.frontend.validation import (
     Bounds,
     GenerationCall,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from octavo.frontend import errors
 from octavo.frontend.config import FrontendConfig
-from octavo.frontend.model import SamplingDefaults
+from octavo.frontend.generation_config import SamplingDefaults
 from octavo.frontend.openai import schema
 from octavo.frontend.openai.errors import HTTP_RULES, HttpError, from_msgspec, to_http
 from octavo.frontend.openai.translate import FIELDS, json_name, translate_chat, translate_completion
