@@ -24,6 +24,8 @@ BASES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 128,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
     },
+    "glm": {**_ROTATED, "head_dim": 12, "num_key_value_heads": 2},
+    "glm4": {**_ROTATED, "head_dim": 16, "num_attention_heads": 3, "num_key_value_heads": 1},
     "gpt2": {**_SIZES, "n_embd": 48, "n_inner": 80, "n_layer": 2, "n_head": 6, "n_positions": 128},
     "gpt_bigcode": {**_SIZES, "n_embd": 48, "n_inner": 80, "n_layer": 2, "n_head": 6, "n_positions": 128},
     "gpt_neo": {
@@ -71,6 +73,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1, "bias": True},
     ),
     "falcon-old": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {"attention_bias": False, "rms_norm_eps": 0.1}),
     "gpt2": ("gpt2", {}),
     "gpt2-relu": (
         "gpt2",
@@ -131,6 +135,8 @@ KINDS: dict[str, str] = {
     "cohere": "Cohere",
     "cohere2": "Cohere2",
     "falcon": "Falcon",
+    "glm": "Glm",
+    "glm4": "Glm4",
     "gpt2": "GPT2",
     "gpt_bigcode": "GPTBigCode",
     "gpt_neo": "GPTNeo",

@@ -11,6 +11,7 @@ from octavo.worker.models.families.common import (
     read_dtype,
     read_heads,
     read_layer_types,
+    read_num_layers,
     read_window,
     refuse_true,
     windows_of,
@@ -28,7 +29,7 @@ def _cohere(architecture: str, fields: Fields) -> ModelConfig:
     rope = parse_rope(fields, given_rope(fields), _THETA[architecture])
     has_bias = fields.flag("attention_bias", False)
     mlp = MlpConfig(fields.count("intermediate_size"), read_activation(fields, "hidden_act", "silu"))
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     layers = (
         _windowed(fields, mlp, num_layers) if architecture == "Cohere2ForCausalLM" else (LayerConfig(mlp),) * num_layers
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from octavo.worker.models.description import LayerConfig, LearnedPositions, MlpConfig, ModelConfig, TensorNames
-from octavo.worker.models.families.common import equal_heads, layer_norm, read_activation, read_dtype
+from octavo.worker.models.families.common import equal_heads, layer_norm, read_activation, read_dtype, read_num_layers
 from octavo.worker.models.fields import Fields
 
 _KINDS = ("global", "local")
@@ -59,19 +59,22 @@ def _gpt_neo(architecture: str, fields: Fields) -> ModelConfig:
 
 def _layer_kinds(fields: Fields) -> tuple[str, ...]:
     """Read attention_types: pairs of a list of kinds, and how often the list comes."""
-    num_layers, given = fields.count("num_layers"), fields.raw("attention_types") or [[["global", "local"], 12]]
-    kinds: list[str] = []
+    num_layers, given = (
+        read_num_layers(fields, "num_layers"),
+        fields.raw("attention_types") or [[["global", "local"], 12]],
+    )
+    pairs: list[tuple[list[str], int]] = []
     for pair in given if isinstance(given, list) else [given]:
         match pair:
-            case [list(names), int(times)] if 0 <= times <= num_layers and all(name in _KINDS for name in names):
-                kinds += names * times
+            case [[_, *_] as names, int(times)] if times >= 0 and all(name in _KINDS for name in names):
+                pairs.append((names, times))
             case _:
                 raise fields.refusal(
                     "attention_types", given, "expected pairs of a list of global and local, and a count"
                 )
-    if len(kinds) != num_layers:
+    if sum(len(names) * times for names, times in pairs) != num_layers:
         raise fields.refusal("attention_types", given, f"expected a kind for each of {num_layers} layers")
-    return tuple(kinds)
+    return tuple(kind for names, times in pairs for _ in range(times) for kind in names)
 
 
 ARCHITECTURES: dict[str, Callable[[str, Fields], ModelConfig]] = {"GPTNeoForCausalLM": _gpt_neo}
