@@ -18,18 +18,32 @@ _LLAMA: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
+_LLAMA_31_8B: dict[str, Any] = _LLAMA | {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+_GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+
+
+def _quantized(config: dict[str, Any], quantization: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's config as tools write it that quantise to 4 bits; their models run in float16."""
+    return config | {"torch_dtype": "float16", "quantization_config": quantization}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": _LLAMA
-    | {
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rope_theta": 500000.0,
-    },
+    "llama-3.1-8b": _LLAMA_31_8B,
+    "llama-3.1-8b-awq": _quantized(
+        _LLAMA_31_8B, {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    ),
+    "llama-3.1-8b-gptq": _quantized(_LLAMA_31_8B, _GPTQ),
+    "llama-3.1-8b-gptq-act": _quantized(_LLAMA_31_8B, _GPTQ | {"desc_act": True}),
+    "llama-3.1-8b-squeezellm": _quantized(_LLAMA_31_8B, {"quant_method": "squeezellm", "wbits": 4}),
     "llama-2-7b": _LLAMA
     | {
         "vocab_size": 32_000,

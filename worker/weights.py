@@ -25,6 +25,8 @@ _EXACT = {
     torch.int64: "I64",
 }
 _FLOATS = "F32, F16, BF16"
+_TABLE_SIZE = 16
+_TABLE_DEVIATION = 0.02
 _SMALL_FLOAT8 = 0b10011111
 """Bits of 8-bit floating point that make numbers below an eighth."""
 
@@ -149,7 +151,9 @@ def _draw(view: torch.Tensor, generator: torch.Generator) -> None:
     """Fill one tensor; integers of one dimension say how others are laid out, and hold that already."""
     if view.dtype.is_floating_point and view.dtype.itemsize > 1:
         if view.dim() > 1:
-            view.normal_(0.0, view.shape[-1] ** -0.5, generator=generator)
+            # Up to sixteen are the table of an output that may have thousands of inputs, not its inputs.
+            deviation = _TABLE_DEVIATION if view.shape[-1] <= _TABLE_SIZE else view.shape[-1] ** -0.5
+            view.normal_(0.0, deviation, generator=generator)
         else:
             view.fill_(1.0)
     elif view.dim() > 1:

@@ -1,6 +1,7 @@
 """Products with packed weights in Triton, against the weights dequantised by their definition, in float64."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from octavo.kernels.gpu import invariant, quantized_linear
 from octavo.kernels.gpu.quantized import PackedWeight, prepare
 from octavo.kernels.gpu.quantized_dequantize import dequantize
 from octavo.kernels.gpu.quantized_inputs import to_float8
-from octavo.kernels.gpu.quantized_linear import PackedShape, packed_product
+from octavo.kernels.gpu.quantized_linear import PackedShape, _float8_product, packed_product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PRODUCT_BOUND = 0.02 if DEVICE == "cpu" else 0.005  # the interpreter cuts off where it should round
@@ -214,3 +215,18 @@ def test_float8_inputs_are_in_the_order_of_the_weights(fixed: float | None) -> N
     assert close.float().mean() > 0.95  # the interpreter loses a carry where it rounds
     matrix = prepared.words.view(torch.float8_e4m3fn).view(-1, codes.shape[1])[:80]
     assert torch.equal(codes.double() @ matrix.double().T, ordered.double() @ weight.codes.double().T)
+
+
+@pytest.mark.parametrize("activations", ["dynamic", "static"])
+def test_float8_inputs_times_float8_weights(activations: Literal["dynamic", "static"]) -> None:
+    torch.manual_seed(5)
+    weight = replace(float8(80, 320, 1, 320), activations=activations, input_scale=torch.tensor(0.01, device=DEVICE))
+    prepared = packed(weight, torch.bfloat16)
+    assert prepared.scales is not None
+    x, bias = random(70, 320, dtype=torch.bfloat16), random(80, dtype=torch.bfloat16)
+    got = _float8_product(x, prepared, prepared.scales, bias)
+    codes, scales = to_float8(x, prepared.input_scale if activations == "static" else None)
+    ordered = codes.double().view(70, -1, 64, 2).transpose(2, 3).flatten(1)[:, :320]
+    exact = ordered * scales[:, None] @ dequantized(weight, torch.float32).double().T + bias.double()
+    assert relative_error(got, exact) < 0.005
+    assert relative_error(got, exact_product(x, weight, bias, False)) < 0.15

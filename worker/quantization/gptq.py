@@ -6,6 +6,7 @@ Source: Frantar et al. 2022, arXiv 2210.17323; the layout is that of AutoGPTQ an
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from octavo.kernels.weights import Weight, pack_codes
 from octavo.worker.errors import ModelConfigError
@@ -82,7 +83,7 @@ class _GPTQProjection:
         if self._raw.has("g_idx", default=True):
             self._g_idx = self._raw.add("g_idx", torch.int32, (inputs,))
             # Valid from the start: random weights leave integers of one dimension as they are.
-            self._g_idx.copy_(torch.arange(inputs) // self._group_size)
+            self._g_idx.copy_(_some_groups(inputs, self._group_size, scheme.desc_act))
         # Old tools gave every layer a bias; of a layer that has none it is zero.
         extra_bias = not shape.bias and self._raw.has("bias", default=False)
         self._bias = self._raw.add("bias", torch.float32, (outputs,)) if extra_bias else None
@@ -117,3 +118,11 @@ def _split_order(prefix: str) -> ModelConfigError:
     return ModelConfigError(
         f"{prefix}: inputs in another order (desc_act) cannot be split over ranks; choose --tensor-parallel-size 1"
     )
+
+
+def _some_groups(inputs: int, group_size: int, desc_act: bool) -> Tensor:
+    """Return a group for each input, in some order where inputs have one; of one width it is always the same order."""
+    order = torch.arange(inputs)
+    if desc_act:
+        order = torch.randperm(inputs, generator=torch.Generator().manual_seed(0))
+    return order // group_size
