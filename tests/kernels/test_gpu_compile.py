@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 PROGRAM = """
-import json, sys
+import json, re, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from octavo.kernels.gpu.quantized_product import packed_kernel
@@ -32,7 +32,10 @@ words = "wgmma.mma_async", "mma.sync", "cp.async.cg.shared.global", "griddepcont
 result = {}
 for name, case in json.loads(sys.argv[1]).items():
     kernel = built(case)
-    result[name] = {word: word in kernel.asm["ptx"] for word in words} | {"shared": kernel.metadata.shared}
+    layouts = dict(re.findall(r"(#\\w+) = #ttg.linear<{register = (\\[\\[.*?\\]\\])", kernel.asm["ttgir"]))
+    used = re.findall(r"inline_asm .*packed_element = 2.*?: tensor<\\S+?, (#\\w+)>", kernel.asm["ttgir"])
+    result[name] = {word: word in kernel.asm["ptx"] for word in words}
+    result[name] |= {"shared": kernel.metadata.shared, "pairs": [layouts[layout] for layout in used]}
 print(json.dumps(result))
 """
 
@@ -68,3 +71,6 @@ def test_kernels_of_packed_weights_compile(compiled: dict[str, dict[str, Any]], 
     assert found["cp.async.cg.shared.global"]  # 16 bytes at a time
     assert found["griddepcontrol.wait"]
     assert found["shared"] <= SHARED_MEMORY
+    # Registers of two words hold neighbours of one output, which the assembly of tables relies on.
+    assert found["pairs"]
+    assert all(layout.startswith("[[0, 0, 1], ") for layout in found["pairs"])
