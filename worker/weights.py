@@ -73,10 +73,10 @@ def load_weights(
         WeightsError: a tensor is missing, unexpected, or of another shape or dtype, or cannot be read.
     """
     with checkpoint:
-        _read(checkpoint, _match(checkpoint, targets, is_ignored, name_of), progress)
+        _read(checkpoint, match(checkpoint, targets, is_ignored, name_of), progress)
 
 
-def _match(
+def match(
     checkpoint: Checkpoint,
     targets: dict[str, Target],
     is_ignored: Callable[[str], bool],

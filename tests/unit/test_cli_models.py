@@ -108,13 +108,53 @@ def test_inspect_describes_the_demo_model(demo_model: Path) -> None:
         "8192 tokens",
         "134,515,008 as BF16 in 272 tensors",
         "46080 bytes a token in float32",
-        "538 MB on the CPU (float32), 269 MB as bfloat16",
+        "916 MB for one request of 8192 tokens in float32: weights 538 MB, KV cache 377 MB",
+        "2,605 MB for one request of 8192 tokens in bfloat16: weights 269 MB, KV cache 189 MB, context and graphs 2,147 MB",
         "49152 ids, end of sequence: 2",
     ):
         assert words in text
     assert text.splitlines()[-1] == "would run"
     assert row_of(text, "tools").startswith("no: the template does not show them")
     assert row_of(text, "reasoning") == "no"
+
+
+def test_inspect_for_programs(demo_model: Path) -> None:
+    code, text = run("inspect", str(demo_model), "--json", "--max-model-len", "1000")
+    found = json.loads(text)
+    assert (code, found["runs"], found["problems"], found["num_parameters"]) == (0, True, [], 134_515_008)
+    assert found["config"]["max_positions"] == 8192
+    assert [file["dtypes"] for file in found["files"]] == [["BF16"]]
+    assert found["memory"][0] == {
+        "device": "cpu",
+        "dtype": "float32",
+        "weight_bytes": 4 * 134_515_008,
+        "kv_cache_bytes_per_token": 46080,
+        "kv_cache_bytes": 46_080_000,
+        "reserved_bytes": 0,
+        "total_bytes": 4 * 134_515_008 + 46_080_000,
+    }
+    assert found["text"]["eos_ids"] == [2]
+
+
+def test_inspect_compares_the_files_with_the_config(demo_model: Path, tmp_path: Path) -> None:
+    """Headers that are whole by themselves may be those of another model."""
+    for path in demo_model.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    config = json.loads((demo_model / "config.json").read_text()) | {"num_hidden_layers": 29}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, text = run("inspect", str(tmp_path), "--json")
+    (problem,) = json.loads(text)["problems"]
+    assert code == 1
+    assert "holds 9 tensors that the model does not know: model.layers.29.input_layernorm.weight" in problem
+
+
+def test_inspect_for_programs_tells_of_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"no model")
+    code, text = run("inspect", str(tmp_path / "m.gguf"), "--json")
+    found = json.loads(text)
+    assert (code, found["runs"]) == (1, False)
+    assert "is no GGUF file" in found["problems"][0]
 
 
 def row_of(text: str, name: str) -> str:
