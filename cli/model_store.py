@@ -136,6 +136,8 @@ def fetch(name: str) -> Path:
     folder = folder_of(name)
     if is_complete(folder):
         return folder
+    if name != DEMO and _is_offline():
+        return _cached_by_hub(name, folder.parent)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder.with_name(f".{folder.name}.lock")):
@@ -156,12 +158,35 @@ def _remove_leftovers(folder: Path) -> None:
         shutil.rmtree(leftover)
 
 
+def _is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _cached_by_hub(name: str, store: Path) -> Path:
+    """Return the folder where the hub's own library keeps a model that others have fetched; the hub is not asked.
+
+    Raises:
+        CommandError: it has not got it.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, OSError, ValueError) as error:
+        message = f"{name} is neither in {store} nor in the hub's cache, and HF_HUB_OFFLINE forbids fetching it"
+        raise CommandError(message) from error
+    if not is_complete(folder):
+        raise CommandError(
+            f"{folder}, the hub's cache of {name}, has no config.json, and HF_HUB_OFFLINE forbids fetching it"
+        )
+    return folder
+
+
 def _fetch_from_hub(name: str, folder: Path) -> None:
     from huggingface_hub import snapshot_download  # only this path needs it, and it takes half a second
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise CommandError(f"{name} is not in {folder.parent}, and HF_HUB_OFFLINE forbids fetching it")
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         snapshot_download(name, local_dir=partial, allow_patterns=_HUB_FILES)

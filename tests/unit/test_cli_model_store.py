@@ -175,14 +175,32 @@ def test_an_unreachable_hub_is_one_line(store: Path, monkeypatch: pytest.MonkeyP
         fetch("owner/model")
 
 
-def test_offline_forbids_fetching(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(*_: object, **__: object) -> None:
-        raise AssertionError("the hub was asked")
+def test_offline_forbids_fetching(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's library itself is asked, of an empty cache: it must not reach for the network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(
+        CommandError, match=r"neither in .* nor in the hub's cache, and HF_HUB_OFFLINE forbids fetching it"
+    ):
+        fetch("owner/model")
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_what_the_hubs_library_has_is_served_offline(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: bool
+) -> None:
+    def download(name: str, local_files_only: bool) -> str:
+        assert (name, local_files_only) == ("owner/model", True)
+        return str(tmp_path)
 
     fake_hub(monkeypatch, download)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(CommandError, match="HF_HUB_OFFLINE"):
-        fetch("owner/model")
+    if complete:
+        (tmp_path / "config.json").write_text("{}")
+        assert resolve("owner/model").folder == tmp_path
+    else:
+        with pytest.raises(CommandError, match=r"the hub's cache of owner/model, has no config\.json"):
+            fetch("owner/model")
 
 
 @pytest.mark.parametrize("name", ["", "nothing", "../owner/model", "a/b/c", "owner/mo del", "owner/-x"])
