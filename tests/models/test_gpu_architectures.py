@@ -11,7 +11,7 @@ from octavo.worker.gpu.runner import GpuRunner
 from octavo.worker.runner import EagerRunner
 from tests.support.gpt_architectures import config_of
 from tests.support.plan_driver import PlanDriver, tokens_of
-from tests.support.tiny_models import TINY_LLAMA, load_worker, write_model
+from tests.support.tiny_models import TINY_LLAMA, TINY_QWEN2_MOE, load_worker, write_model
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -36,6 +36,7 @@ GPT2 = config_of("gpt2", n_embd=2 * HEAD_SIZE, n_head=2, n_inner=40, n_layer=1, 
 PHI = config_of(
     "phi", hidden_size=2 * HEAD_SIZE, num_attention_heads=2, intermediate_size=40, num_hidden_layers=1
 )  # fmt: skip
+QWEN2_MOE = TINY_QWEN2_MOE | ({"head_dim": 64} if CUDA else {"num_hidden_layers": 1})
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
 SAMPLING = RowSampling(seed=0, temperature=0.0, logprobs=3)
 
@@ -43,8 +44,8 @@ SAMPLING = RowSampling(seed=0, temperature=0.0, logprobs=3)
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize(
     ("config", "eager"),
-    [(GEMMA3, True), (MISTRAL, True), (GPT2, False), (PHI, True)],
-    ids=["gemma3", "mistral", "gpt2", "phi"],
+    [(GEMMA3, True), (MISTRAL, True), (GPT2, False), (PHI, True), (QWEN2_MOE, not CUDA)],
+    ids=["gemma3", "mistral", "gpt2", "phi", "qwen2-moe"],
 )
 def test_whole_models_draw_what_the_reference_draws(tmp_path: Path, config: dict[str, Any], eager: bool) -> None:
     folder = write_model(tmp_path, config)

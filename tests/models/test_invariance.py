@@ -11,7 +11,7 @@ from octavo.wire.plan import RowSampling
 from octavo.worker.runner import EagerRunner
 from tests.support.gpt_architectures import config_of
 from tests.support.plan_driver import PlanDriver, generate, logprob_bits, tokens_of
-from tests.support.tiny_models import TINY_LLAMA, load_eager, write_model
+from tests.support.tiny_models import TINY_LLAMA, TINY_QWEN2_MOE, load_eager, write_model
 
 NUM_OUTPUT = 12
 CONFIG = TINY_LLAMA | {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, "head_dim": 16}
@@ -115,7 +115,7 @@ GEMMA2 = TINY_LLAMA | {
 GROWING = TINY_LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 32.0}, "max_position_embeddings": 16}
 
 
-@pytest.mark.parametrize("config", [config_of("gpt2"), config_of("falcon"), GEMMA2, GROWING])
+@pytest.mark.parametrize("config", [config_of("gpt2"), config_of("falcon"), GEMMA2, GROWING, TINY_QWEN2_MOE])
 def test_decoders_unlike_llama(tmp_path: Path, config: dict[str, Any]) -> None:
     runner = load_eager(write_model(tmp_path, config))
     alone = [generate(runner, prompt_of(row), NUM_OUTPUT, sampling_of(row), choice=row, chunk=64) for row in range(8)]
