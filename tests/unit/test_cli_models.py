@@ -157,6 +157,17 @@ def test_inspect_for_programs_tells_of_files_that_cannot_be_read(tmp_path: Path)
     assert "is no GGUF file" in found["problems"][0]
 
 
+@pytest.mark.parametrize(
+    ("types", "where"),
+    [(["sliding_attention"] * 30, "all layers"), (["sliding_attention", "full_attention"] * 15, "15 of the layers")],
+)
+def test_inspect_names_windows(demo_model: Path, tmp_path: Path, types: list[str], where: str) -> None:
+    window = {"architectures": ["MistralForCausalLM"], "sliding_window": 512, "layer_types": types}
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((demo_model / "config.json").read_text()) | window))
+    _, text = run("inspect", str(tmp_path))
+    assert row_of(text, "attention").endswith(f"a window of 512 tokens in {where}")
+
+
 def row_of(text: str, name: str) -> str:
     (found,) = (line.strip().removeprefix(name).strip() for line in text.splitlines() if line.split()[:1] == [name])
     return found
