@@ -106,7 +106,13 @@ def packed_product(
         KIND=weight.kind,
         LAYOUT=(weight.bits, weight.width, weight.group_size),
         STRIDES=weight.strides,
-        TILE=(shape.rows, shape.tokens, depth, shape.stages, min(shape.ahead, weight.num_blocks // split)),
+        TILE=(
+            shape.rows,
+            shape.tokens,
+            depth,
+            shape.stages,
+            _ahead(shape.ahead, weight.num_blocks // depth // split * depth),
+        ),
         WAYS=ways,
         ACTIVATION=activation,
         HAS=(weight.scales is not None, bias is not None, addend is not None, split > 1),
@@ -115,6 +121,11 @@ def packed_product(
         launch_pdl=overlap,
     )
     return out
+
+
+def _ahead(wanted: int, least: int) -> int:
+    """Return the largest power of two that is neither above what is wanted nor above the fewest blocks of a part."""
+    return 1 << (min(wanted, least).bit_length() - 1)
 
 
 def _aligned(x: Tensor) -> Tensor:

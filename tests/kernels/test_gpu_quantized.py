@@ -23,7 +23,7 @@ from octavo.kernels.gpu import invariant, quantized_linear
 from octavo.kernels.gpu.quantized import PackedWeight, prepare
 from octavo.kernels.gpu.quantized_dequantize import dequantize
 from octavo.kernels.gpu.quantized_inputs import to_float8
-from octavo.kernels.gpu.quantized_linear import PackedShape, _float8_product, packed_product
+from octavo.kernels.gpu.quantized_linear import PackedShape, _ahead, _float8_product, packed_product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PRODUCT_BOUND = 0.02 if DEVICE == "cpu" else 0.005  # the interpreter cuts off where it should round
@@ -230,3 +230,8 @@ def test_float8_inputs_times_float8_weights(activations: Literal["dynamic", "sta
     exact = ordered * scales[:, None] @ dequantized(weight, torch.float32).double().T + bias.double()
     assert relative_error(got, exact) < 0.005
     assert relative_error(got, exact_product(x, weight, bias, False)) < 0.15
+
+
+@pytest.mark.parametrize(("wanted", "least", "expected"), [(4, 9, 4), (4, 3, 2), (4, 1, 1), (3, 8, 2)])
+def test_blocks_ahead_are_a_power_of_two_and_exist(wanted: int, least: int, expected: int) -> None:
+    assert _ahead(wanted, least) == expected
