@@ -10,7 +10,8 @@
 transformers runs `generate` on left-padded static batches in fp32, in this process, and its OpenMP threads spin no longer
 than the worker's (octavo.worker says why: on a busy machine it would come off many times worse). Of each variant scheduler
 and worker run as processes of their own, as in production, started anew for each round. Everything is greedy, nothing ends
-early, and the outputs that were asked for are counted. Rounds alternate between the engines, and medians count.
+early, and the outputs that were asked for are counted. Rounds alternate between the engines, and medians count. W1, which is
+short, is run by both in turns, several times a round, while the engine stands by: its ratio is the median of those pairs.
 """
 
 import argparse
@@ -62,6 +63,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 CONCURRENCIES = (32, 16, 8)
 TARGETS = {"W2_c32": 2.6, "W2_c8": 3.5, "W1_fp32": 0.5, "W1_int8": 0.25}
+PAIRS = 5
 Figures = dict[str, float]
 
 
@@ -164,17 +166,33 @@ def engine(variant: str, threads: int | None) -> Iterator[Engine]:
             yield started
 
 
+def measure_pairs(
+    run: Transformers | None, client: EngineClient, loads: dict[str, Workload]
+) -> tuple[Figures, Figures]:
+    """Run W1 by both in turns; return medians of transformers, and of the engine with the ratio of each pair."""
+    theirs, ours = [], []
+    for _ in range(PAIRS):
+        if run is not None:
+            theirs.append(measure_transformers(run, loads, ["W1"]))
+        ours.append(measure_engine(client, loads, ["W1"]))
+    for mine, other in zip(ours, theirs, strict=False):
+        mine["W1_tpot_ratio"] = mine["W1_tpot_ms"] / other["W1_tpot_ms"]
+    return medians_of(theirs), medians_of(ours)
+
+
+def medians_of(figures: list[Figures]) -> Figures:
+    return {name: median(one[name] for one in figures) for name in (figures[0] if figures else {})}
+
+
 def compare(medians: dict[str, Figures]) -> list[str]:
     """Return lines that say how variants stand against transformers, and what was wanted."""
     lines = []
     base = medians.get("transformers", {})
     for variant, figures in medians.items():
         for name, value in figures.items():
-            ratio = value / base[name] if variant != "transformers" and name in base else None
-            key = name.removesuffix("_tok_s") if name.endswith("_tok_s") else f"W1_{variant}"
-            wanted = TARGETS.get(key) if name == "W1_tpot_ms" or name.endswith("_tok_s") else None
-            words = "" if ratio is None else f"  {ratio:5.2f}x" + (f" (wanted {wanted}x)" if wanted else "")
-            lines.append(f"{variant:13}{name:14}{value:10.2f}{words}")
+            wanted = TARGETS.get(f"W1_{variant}" if name == "W1_tpot_ratio" else name.removesuffix("_tok_s"))
+            ratio = "" if variant == "transformers" or name not in base else f"  {value / base[name]:5.2f}x"
+            lines.append(f"{variant:13}{name:14}{value:10.2f}{ratio}" + (f" (wanted {wanted}x)" if wanted else ""))
     return lines
 
 
@@ -215,20 +233,22 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     measured: dict[str, list[Figures]] = {}
     base = None if chosen.no_transformers else Transformers(chosen.threads or cores)
+    others = [name for name in chosen.workloads if name != "W1"]
     for number in range(chosen.rounds):
-        for name in (*(["transformers"] if base is not None else []), *chosen.variants):
-            if name == "transformers" and base is not None:
-                measure_transformers(base, loads, ["W1"])  # warm
-                figures = measure_transformers(base, loads, chosen.workloads)
-            else:
-                with engine(name, chosen.threads) as started:
-                    figures = measure_engine(started.client, loads, chosen.workloads)
+        if base is not None:
+            measure_transformers(base, loads, ["W1"])  # warm
+            measured.setdefault("transformers", []).append(measure_transformers(base, loads, others))
+        for name in chosen.variants:
+            with engine(name, chosen.threads) as started:
+                figures: Figures = {}
+                if "W1" in chosen.workloads:
+                    theirs, figures = measure_pairs(base, started.client, loads)
+                    if base is not None:
+                        measured["transformers"][-1] |= theirs
+                figures |= measure_engine(started.client, loads, others)
             measured.setdefault(name, []).append(figures)
-            sys.stderr.write(f"round {number + 1}, {name}: {figures}\n")
-    medians = {
-        name: {metric: median(one[metric] for one in figures) for metric in figures[0]}
-        for name, figures in measured.items()
-    }
+            sys.stderr.write(f"round {number + 1}: {measured.get('transformers', [])[-1:]}, {name}: {figures}\n")
+    medians = {name: medians_of(figures) for name, figures in measured.items()}
     print("\n".join(compare(medians)))
     if chosen.out is not None:
         record(chosen.out, "benchmarks/cpu_throughput.py", rows(medians, measured, chosen.note))

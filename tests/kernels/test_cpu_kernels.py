@@ -1,11 +1,13 @@
 """The compiled kernels of the CPU: weights of all kinds, fused operations, exponentials, threads."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
 from octavo.kernels import cpu, reference
-from octavo.kernels.cpu import jit
+from octavo.kernels.cpu import attention, jit, pointwise, product
 from octavo.kernels.weights import GroupedWeight, dequantized, pack_codes
 
 ROWS = (1, 2, 5, 12, 13, 40)
@@ -108,3 +110,37 @@ def test_every_kind_of_threads_does_all_the_work(team: str, monkeypatch: pytest.
     prepared = cpu.prepare_weight(weight, torch.float32)
     for _ in range(20):
         torch.testing.assert_close(cpu.linear(x, prepared), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(params=[4, 8])
+def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Kernels with vectors of another width than this processor's."""
+    cached = (product._product, product._arrange, attention._attention, pointwise._kernel)
+    machine = jit._Machine()
+    machine.width = request.param
+    for kernel in cached:
+        kernel.cache_clear()
+    monkeypatch.setattr(jit, "_machine", lambda: machine)
+    yield machine.width
+    for kernel in cached:
+        kernel.cache_clear()
+
+
+def test_vectors_of_every_width_give_the_same(narrow: int) -> None:
+    torch.manual_seed(0)
+    plain = torch.randn(75, 50)
+    for weight in (plain, grouped((33, 96), 4, 40), grouped((40, 64), 8, 64, has_zeros=False)):
+        numbers, prepared = dequantized(weight, torch.float32), cpu.prepare_weight(weight, torch.float32)
+        for rows in ROWS:
+            x = torch.randn(rows, numbers.shape[1])
+            torch.testing.assert_close(cpu.linear(x, prepared), x @ numbers.T, rtol=1e-4, atol=1e-4)
+    caches = torch.randn(2, 30, 16, 2, 40)
+    tables = torch.randperm(29)[:20].view(2, 10).int()
+    q, starts, lengths = torch.randn(71, 6, 40), torch.tensor([0, 1, 71]).int(), torch.tensor([150, 97]).int()
+    arguments = (q, caches[0], caches[1], tables, starts, lengths, 0.2)
+    for window in (0, 20):
+        expected = reference.paged_attention(*arguments, window=window)
+        torch.testing.assert_close(cpu.paged_attention(*arguments, window=window), expected, rtol=1e-4, atol=1e-5)
+    x, weights = torch.randn(5, 90), torch.randn(90)
+    torch.testing.assert_close(cpu.rms_norm(x, weights, 1e-5)[0], reference.rms_norm(x, weights, 1e-5)[0])
+    torch.testing.assert_close(cpu.act_and_mul(x), reference.act_and_mul(x))
