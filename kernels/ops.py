@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from octavo.kernels import cpu, reference
+from octavo.kernels import reference
 from octavo.kernels.activations import Activation
 from octavo.kernels.weights import Weight
 
@@ -176,7 +176,7 @@ class Ops(Protocol):
 
 
 _MODULES = {
-    "cpu": cpu.__name__,
+    "cpu": "octavo.kernels.cpu",  # imported when asked for: a worker on a GPU needs no compiler of its own
     "reference": reference.__name__,
     "triton": "octavo.kernels.gpu",  # imported when asked for: not every platform has Triton
 }

@@ -33,12 +33,16 @@ def paged_attention(
 ) -> Tensor:
     """Attend causally to keys and values in blocks; see ``octavo.kernels.reference.paged_attention``.
 
-    A cache of another dtype than q is left to the reference.
+    A cache of another dtype than q, or whose heads have gaps or keys and values lie differently, is left to the reference.
     """
-    if key_cache.dtype != q.dtype or q.dtype not in _DTYPES:
+    is_alike = key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1
+    if key_cache.dtype != q.dtype or q.dtype not in _DTYPES or not is_alike:
         return reference.paged_attention(
             q, key_cache, value_cache, block_tables, query_start, seq_lens, scale, window=window, softcap=softcap
         )
+    q = q if q.stride(2) == 1 else q.contiguous()
+    block_tables = block_tables.int() if block_tables.stride(1) == 1 else block_tables.int().contiguous()
+    query_start, seq_lens = query_start.int().contiguous(), seq_lens.int().contiguous()
     num_tokens, num_heads, head_size = q.shape
     _, block_size, key_heads, _ = key_cache.shape
     group, num_rows = num_heads // key_heads, seq_lens.shape[0]

@@ -86,9 +86,10 @@ def rotary_and_write_kv(
 ) -> Tensor:
     """Normalise and rotate, write to the cache; see ``octavo.kernels.reference.rotary_and_write_kv``.
 
-    A cache of another dtype than q, or whose keys and values lie differently, is left to the reference.
+    A cache of another dtype than q, or whose heads have gaps or keys and values lie differently, is left to the reference.
     """
-    if q.dtype not in _DTYPES or key_cache.dtype != q.dtype or key_cache.stride() != value_cache.stride():
+    is_alike = key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1
+    if q.dtype not in _DTYPES or key_cache.dtype != q.dtype or not is_alike:
         return reference.rotary_and_write_kv(
             *(q, k, v, positions, cos_sin, key_cache, value_cache, slot_mapping, q_norm, k_norm, eps),
             unit_offset=unit_offset,
@@ -98,7 +99,7 @@ def rotary_and_write_kv(
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps, unit_offset=unit_offset)[0]
     q, k, v = (_dense_heads(part) for part in (q, k, v))
-    places, slots = positions.long(), slot_mapping.long().contiguous()
+    places, slots = positions.long().contiguous(), slot_mapping.long().contiguous()
     num_tokens, heads, size = q.shape
     out = torch.empty(num_tokens, heads, size, dtype=q.dtype)
     _launch(
