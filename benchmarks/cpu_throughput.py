@@ -63,7 +63,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 CONCURRENCIES = (32, 16, 8)
 TARGETS = {"W2_c32": 2.6, "W2_c8": 3.5, "W1_fp32": 0.5, "W1_int8": 0.25}
-PAIRS = 7
+PAIRS = 5
 Figures = dict[str, float]
 
 
