@@ -39,6 +39,7 @@ _WORKER_FLAGS = (
     "backend",
     "dtype",
     "quantization",
+    "model-impl",
     "load-format",
     "enforce-eager",
     "batch-invariant",

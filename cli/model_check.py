@@ -8,8 +8,9 @@ from octavo.cli.model_store import Model
 from octavo.frontend.model import ModelFiles, load_model_files
 from octavo.frontend.tokenizer import ModelFilesError
 from octavo.worker.errors import ModelConfigError
-from octavo.worker.models.config import load_model_config
+from octavo.worker.models.config import architecture_of, parse_model_config, read_config_values
 from octavo.worker.models.description import ModelConfig
+from octavo.worker.models.implementation import choose_implementation
 
 
 @dataclass
@@ -17,17 +18,29 @@ class Examined:
     """The parts of a model folder; a part is None where it is missing or broken, and `problems` says why."""
 
     config: ModelConfig | None = None
+    foreign: str | None = None  # in place of it: the architecture for which transformers will be tried
     weights: list[CheckpointFile] | None = None
     text: ModelFiles | None = None
     problems: list[str] = field(default_factory=list)
     problem_of_weights: str | None = None  # also among the problems
 
 
-def examine(model: Model) -> Examined:
-    """Read config, headers of the weights, tokenizer and chat template."""
+def examine(model: Model, model_impl: str = "auto") -> Examined:
+    """Read config, headers of the weights, tokenizer and chat template.
+
+    Args:
+        model: to be looked at.
+        model_impl: value of --model-impl.
+    """
     found, folder = Examined(), model.folder
     try:
-        found.config = load_model_config(folder)
+        values = read_config_values(folder)
+        if choose_implementation(values, model_impl) == "octavo":
+            found.config = parse_model_config(values)
+        elif model.gguf is not None:
+            raise ModelConfigError(f"{architecture_of(values)} is not described here: its GGUF file cannot be read")
+        else:  # whether transformers can, it alone knows, and it is not loaded here
+            found.foreign = architecture_of(values)
     except ModelConfigError as error:
         found.problems.append(str(error))
     try:
@@ -42,12 +55,13 @@ def examine(model: Model) -> Examined:
     return found
 
 
-def require_servable(model: Model, load_format: str) -> None:
+def require_servable(model: Model, load_format: str, model_impl: str = "auto") -> None:
     """Check a model before any process starts.
 
     Args:
         model: to be served.
         load_format: value of --load-format; with `dummy` weights are not needed.
+        model_impl: value of --model-impl.
 
     Raises:
         ConfigurationError: it would not run; the message says why.
@@ -55,8 +69,8 @@ def require_servable(model: Model, load_format: str) -> None:
     there, with_weights = "safetensors" if model.gguf is None else "gguf", load_format != "dummy"
     if load_format not in ("auto", "dummy", there):
         raise ConfigurationError(f"--load-format {load_format}, but the weights of {model.source} are {there}")
-    found = examine(model)
-    needed = [found.config, found.text] + ([found.weights] if with_weights else [])
+    found = examine(model, model_impl)
+    needed = [found.config or found.foreign, found.text] + ([found.weights] if with_weights else [])
     if any(part is None for part in needed):
         problems = [problem for problem in found.problems if with_weights or problem != found.problem_of_weights]
         raise ConfigurationError(f"{model.source} cannot be served: {'; '.join(problems)}")

@@ -35,15 +35,18 @@ def print_report(model: Model, found: Examined, needs: Needs | None) -> None:
     Console().print(table, soft_wrap=True)
     for problem in found.problems:
         typer.echo(f"would not run: {problem}")
-    if not found.problems:
+    if not found.problems and found.foreign is not None:
+        known = "whether it runs is known once it is loaded"
+        typer.echo(f"transformers would be tried: {found.foreign} is not described here; {known}")
+    elif not found.problems:
         typer.echo("would run")
 
 
 def report_json(model: Model, found: Examined, needs: Needs | None) -> dict[str, Any]:
-    """Return the same as JSON values; parts that are missing or broken are null."""
+    """Return the same as JSON values; parts that are missing, broken or not known are null."""
     return {
         "model": str(model.source),
-        "runs": not found.problems,
+        "runs": None if found.foreign is not None and not found.problems else not found.problems,
         "problems": found.problems,
         "architecture": architecture_of(model.folder),
         "config": None if found.config is None else _config_json(found.config),

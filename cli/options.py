@@ -187,6 +187,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 BackendName = Literal["auto", "cpu", "reference", "triton"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormatName = Literal["auto", "safetensors", "gguf", "dummy"]
+ModelImplName = Literal["auto", "octavo", "transformers"]
 KvCacheDtypeName = Literal["auto", "fp8"]
 QuantizationName = Literal["auto-round", "awq", "compressed-tensors", "fp8", "gptq", "int8", "squeezellm"]
 if TYPE_CHECKING:
@@ -216,6 +217,15 @@ Quantization = Annotated[
         "--quantization",
         _MODEL,
         "How weights are quantised; default: as config.json says. int8 and fp8 quantise plain weights on load.",
+    ),
+]
+ModelImpl = Annotated[
+    ModelImplName,
+    option(
+        "--model-impl",
+        _MODEL,
+        "Whose code computes the model: octavo, or transformers with our paged attention, slower and without CUDA graphs; "
+        "auto: octavo where it knows the architecture.",
     ),
 ]
 LoadFormat = Annotated[LoadFormatName, option("--load-format", _MODEL, "auto: what is there; dummy: random weights.")]

@@ -56,6 +56,7 @@ def serve(
     backend: options.Backend = "auto",
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = None,
+    model_impl: options.ModelImpl = "auto",
     load_format: options.LoadFormat = "auto",
     enforce_eager: options.EnforceEager = False,
     batch_invariant: options.BatchInvariant = False,
@@ -96,7 +97,7 @@ def serve(
     found = resolve(model)
     ports = _Ports(host, grpc_port, http_port, num_frontends)
     grpc_port, http_port = ports.grpc_port, ports.http_port
-    require_servable(found, load_format)
+    require_servable(found, load_format, model_impl)
     access = _access(
         (api_key, api_key_file, admin_api_key), (ssl_certfile, ssl_keyfile, ssl_ca_certs), _reachable(host), grpc_port
     )
@@ -140,6 +141,7 @@ def serve(
                 "backend": backend,
                 "dtype": dtype,
                 "quantization": quantization,
+                "model-impl": model_impl,
                 "load-format": load_format,
                 "enforce-eager": enforce_eager,
                 "batch-invariant": batch_invariant,

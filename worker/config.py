@@ -28,6 +28,7 @@ class WorkerConfig:
     enforce_eager: bool = False  # no CUDA graphs
     batch_invariant: bool = False  # the bits of a row's result do not depend on the other rows
     quantization: str | None = None  # None: as config.json says; fp8 of a plain checkpoint: quantised on load
+    model_impl: str = "auto"  # auto, octavo (the described decoder) or transformers
     gguf: Path | None = None  # file that the weights are in; None: safetensors in model_path
     load_format: str = "auto"  # auto (what is there), safetensors, gguf, or dummy (random)
     num_threads: int | None = None  # None: torch's default

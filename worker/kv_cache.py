@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.worker.config import WorkerConfig
 from octavo.worker.errors import MemoryShortage
 from octavo.worker.memory import DeviceMemory, free_and_total, in_words
-from octavo.worker.models.description import ModelConfig
+from octavo.worker.models.cached import CachedHeads
 from octavo.worker.models.interface import KVCache
 from octavo.worker.models.targets import ShardSpec
 
@@ -40,16 +40,16 @@ class CacheSpec:
 
 
 def spec_of(
-    model: ModelConfig, shard: ShardSpec, block_size: int, dtype: torch.dtype, device: torch.device, head_major: bool
+    cached: CachedHeads, shard: ShardSpec, block_size: int, dtype: torch.dtype, device: torch.device, head_major: bool
 ) -> CacheSpec:
     """Return the blocks of a model's share.
 
     Raises:
         ModelConfigError: its KV heads cannot be split over the ranks.
     """
-    kv_heads = shard.part(model.num_kv_heads, "KV heads")
+    kv_heads = shard.part(cached.num_kv_heads, "KV heads")
     num_kv_heads = kv_heads.stop - kv_heads.start
-    return CacheSpec(model.num_layers, num_kv_heads, block_size, model.head_size, dtype, device, head_major)
+    return CacheSpec(cached.num_layers, num_kv_heads, block_size, cached.head_size, dtype, device, head_major)
 
 
 def choose_num_blocks(config: WorkerConfig, spec: CacheSpec, memory: DeviceMemory | None) -> int:

@@ -3,7 +3,8 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer
@@ -18,10 +19,11 @@ from octavo.worker.interface import Runner
 from octavo.worker.memory import in_words
 from octavo.worker.metrics import Held, Sizes
 from octavo.worker.mirror import RowLimits
-from octavo.worker.models.config import load_model_config
+from octavo.worker.models.config import parse_model_config, read_config_values
 from octavo.worker.models.decoder import Decoder
 from octavo.worker.models.description import ModelConfig
-from octavo.worker.models.interface import Model
+from octavo.worker.models.implementation import IMPLEMENTATIONS, choose_implementation
+from octavo.worker.models.interface import LoadedModel, Model
 from octavo.worker.models.sizes import weight_bytes
 from octavo.worker.models.targets import Placement, ShardSpec
 from octavo.worker.quantization.config import read_quantization
@@ -30,6 +32,9 @@ from octavo.worker.rehearsal import meanwhile, sampling_rehearsed
 from octavo.worker.runner import EagerRunner
 from octavo.worker.warmup import warm_up
 from octavo.worker.weights import fill_dummy, load_weights, open_checkpoint
+
+if TYPE_CHECKING:
+    from octavo.worker.models.transformers_model import TransformersModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +68,23 @@ class _Choices:
     """A config with everything decided that it leaves open."""
 
     config: WorkerConfig
-    model: ModelConfig
+    model: "ModelConfig | TransformersModelConfig"
     backend: str
     placement: Placement
-    cache: kv_cache.CacheSpec
+    cache_dtype: torch.dtype
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     valid_vocab: int  # ids that the tokenizer knows
     shard: ShardSpec
+
+    def cache(self, loaded: LoadedModel) -> kv_cache.CacheSpec:
+        """Return the blocks that the model needs."""
+        # One head's tokens side by side are what fast attention loads in one piece.
+        head_major, device = self.backend != "reference", self.placement.device
+        return kv_cache.spec_of(
+            loaded.cached, self.shard, self.config.block_size, self.cache_dtype, device, head_major=head_major
+        )
 
     def limits(self, num_blocks: int) -> RowLimits:
         """Return what rows can hold with so many blocks."""
@@ -79,7 +92,7 @@ class _Choices:
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            block_size=self.cache.block_size,
+            block_size=self.config.block_size,
             num_blocks=num_blocks,
             vocab_size=self.model.vocab_size,
         )
@@ -103,22 +116,23 @@ def load(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWor
     _check_memory(chosen)
     grammars = Grammars(config.model_path if (config.model_path / "tokenizer.json").exists() else None)
     with sampling_rehearsed(ops, chosen.model.vocab_size, chosen.valid_vocab, device):
-        model, num_weight_bytes = _load_model(chosen, ops, between_tensors)
+        model = _load_model(chosen, ops, between_tensors)
+        cache = chosen.cache(model)
         loaded = time.monotonic()
 
         def make_runner(num_blocks: int) -> Runner:
-            return _make_runner(chosen, model, ops, num_blocks, grammars)
+            return _make_runner(chosen, model.model, cache, ops, num_blocks, grammars)
 
         if device.type == "cuda":
             with memory.named_shortage(device, "the largest step", _SMALLER_STEPS):
                 _compile(make_runner(kv_cache.MIN_BLOCKS), device)
     measured = _profile(chosen, make_runner) if device.type == "cuda" else None
-    num_blocks = kv_cache.choose_num_blocks(config, chosen.cache, measured)
+    num_blocks = kv_cache.choose_num_blocks(config, cache, measured)
     with memory.named_shortage(device, "the KV cache and the warm-up", "leave it more of the device"):
         runner = make_runner(num_blocks)
         between_tensors()
         warm_up(runner)
-        if not config.enforce_eager:
+        if not chosen.config.enforce_eager:
             _capture(runner, device)
     facts = _facts(chosen, num_blocks)
     logger.info(
@@ -128,7 +142,7 @@ def load(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWor
         chosen.model.architecture,
         num_blocks,
         facts.block_size,
-        in_words(num_blocks * chosen.cache.block_bytes),
+        in_words(num_blocks * cache.block_bytes),
         facts.dtype,
         facts.device,
         facts.backend,
@@ -136,7 +150,7 @@ def load(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWor
     )
     _, device_bytes = memory.free_and_total(device)
     load_s = time.monotonic() - started
-    sizes = Sizes(num_weight_bytes, num_blocks * chosen.cache.block_bytes, device_bytes, load_s)
+    sizes = Sizes(model.num_bytes, num_blocks * cache.block_bytes, device_bytes, load_s)
     return LoadedWorker(runner, facts, grammars, sizes, device)
 
 
@@ -149,38 +163,65 @@ def _choose(config: WorkerConfig) -> _Choices:
     backend = backends.choose_backend(config, device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    model = load_model_config(config.model_path)
-    method_of(model.quantization, config.quantization)
-    backends.check_head_size(backend, model.head_size)
+    model, config = _read_model(config)
+    if isinstance(model, ModelConfig):
+        method_of(model.quantization, config.quantization)
+        backends.check_head_size(backend, model.head_size)
     dtype = backends.choose_dtype(config.dtype, model.dtype, device)
     cache_dtype = backends.choose_cache_dtype(config.kv_cache_dtype, backend, device, dtype)
     seqs, tokens = backends.step_limits(config, device)
-    shard = ShardSpec()
     return _Choices(
         config=config,
         model=model,
         backend=backend,
         placement=Placement(dtype, device),
-        # One head's tokens side by side are what fast attention loads in one piece.
-        cache=kv_cache.spec_of(model, shard, config.block_size, cache_dtype, device, head_major=backend != "reference"),
+        cache_dtype=cache_dtype,
         max_model_len=_max_model_len(config, model),
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         valid_vocab=_valid_vocab(config, model),
-        shard=shard,
+        shard=ShardSpec(),
     )
 
 
-def _load_model(chosen: _Choices, ops: Ops, between_tensors: Callable[[], None]) -> tuple[Decoder, int]:
-    """Return the model, and the bytes of its weights."""
-    config = chosen.config
+def _read_model(config: WorkerConfig) -> "tuple[ModelConfig | TransformersModelConfig, WorkerConfig]":
+    """Return what config.json says of the model, and what of the config holds for it."""
+    values = read_config_values(config.model_path)
+    if choose_implementation(values, config.model_impl) == "octavo":
+        return parse_model_config(values), config
+    from octavo.worker.models.transformers_model import read_transformers_config  # takes seconds
+
+    model = read_transformers_config(values)
+    if config.gguf is not None:
+        raise StartError(
+            f"{config.gguf}: {model.architecture} is computed by transformers, which is given safetensors alone"
+        )
+    method_of(None, config.quantization)
+    if config.quantization is not None:
+        raise StartError(
+            f"--quantization {config.quantization}: {model.architecture} is computed by transformers, as it is"
+        )
+    if config.batch_invariant:
+        raise StartError(
+            f"batch_invariant: {model.architecture} is computed by transformers, whose bits depend on the batch"
+        )
+    logger.info("%s is computed by transformers, with paged attention and without CUDA graphs", model.architecture)
+    return model, replace(config, enforce_eager=True)
+
+
+def _load_model(chosen: _Choices, ops: Ops, between_tensors: Callable[[], None]) -> LoadedModel:
+    config, placement = chosen.config, chosen.placement
     progress = _Progress(between_tensors)
-    with memory.named_shortage(chosen.placement.device, "loading the weights", "choose a smaller model"):
+    with memory.named_shortage(placement.device, "loading the weights", "choose a smaller model"):
+        if not isinstance(chosen.model, ModelConfig):
+            loaded = chosen.model.load(config, ops, placement, chosen.max_model_len, progress)
+            backends.check_head_size(chosen.backend, loaded.cached.head_size)
+            return loaded
         name_of = chosen.model.names.full
         checkpoint = None if config.load_format == "dummy" else open_checkpoint(config.model_path, config.gguf)
         tensors = None if checkpoint is None else {name_of(tensor.name): tensor for tensor in checkpoint.tensors}
         quantization = read_quantization(chosen.model.quantization, config.quantization, tensors)
-        model = Decoder(chosen.model, ops, chosen.placement, chosen.shard, chosen.max_model_len, quantization)
+        model = Decoder(chosen.model, ops, placement, chosen.shard, chosen.max_model_len, quantization)
         num_bytes = sum(target.view.nbytes for target in model.targets().values())
         if checkpoint is None:
             fill_dummy(model.targets(), config.seed, progress)
@@ -193,11 +234,13 @@ def _load_model(chosen: _Choices, ops: Ops, between_tensors: Callable[[], None])
                 model.name_of,
             )
         model.finish_loading()
-    return model, num_bytes
+    return LoadedModel(model, chosen.model.cached, num_bytes)
 
 
-def _make_runner(chosen: _Choices, model: Model, ops: Ops, num_blocks: int, grammars: Grammars) -> Runner:
-    caches = kv_cache.allocate(chosen.cache, num_blocks)
+def _make_runner(
+    chosen: _Choices, model: Model, cache: kv_cache.CacheSpec, ops: Ops, num_blocks: int, grammars: Grammars
+) -> Runner:
+    caches = kv_cache.allocate(cache, num_blocks)
     limits, device = chosen.limits(num_blocks), chosen.placement.device
     if chosen.backend == "triton":
         from octavo.worker.gpu.runner import GpuRunner  # where there is no Triton, the others run without
@@ -254,7 +297,7 @@ def _capture(runner: Runner, device: torch.device) -> None:
 def _facts(chosen: _Choices, num_blocks: int) -> WorkerFacts:
     return WorkerFacts(
         num_blocks=num_blocks,
-        block_size=chosen.cache.block_size,
+        block_size=chosen.config.block_size,
         vocab_size=chosen.model.vocab_size,
         max_model_len=chosen.max_model_len,
         max_num_seqs=chosen.max_num_seqs,
@@ -302,14 +345,19 @@ def _check_settings(config: WorkerConfig) -> None:
     there = "safetensors" if config.gguf is None else "gguf"
     if config.load_format not in ("auto", "dummy", there):
         raise StartError(f"load_format {config.load_format!r}, but the weights of {config.model_path} are {there}")
+    if config.model_impl not in IMPLEMENTATIONS:
+        raise StartError(f"model_impl {config.model_impl!r} is unknown; there are {', '.join(IMPLEMENTATIONS)}")
 
 
 def _check_memory(chosen: _Choices) -> None:
     """Refuse weights that cannot fit before any of them is allocated."""
     config, device = chosen.config, chosen.placement.device
-    needed = weight_bytes(chosen.model, chosen.placement.dtype, chosen.shard)
-    tables = max(1, len(chosen.model.ropes))  # of the rotary embeddings
-    needed += tables * chosen.max_model_len * chosen.model.head_size * torch.float32.itemsize
+    if isinstance(chosen.model, ModelConfig):
+        needed = weight_bytes(chosen.model, chosen.placement.dtype, chosen.shard)
+        tables = max(1, len(chosen.model.ropes))  # of the rotary embeddings
+        needed += tables * chosen.max_model_len * chosen.model.head_size * torch.float32.itemsize
+    else:
+        needed = chosen.model.weight_bytes(chosen.placement.dtype)
     free, total = memory.free_and_total(device)
     if needed > free:
         raise MemoryShortage(
@@ -325,7 +373,7 @@ def _check_memory(chosen: _Choices) -> None:
         )
 
 
-def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
+def _max_model_len(config: WorkerConfig, model: "ModelConfig | TransformersModelConfig") -> int:
     if config.max_model_len is None:
         return model.max_positions
     if not 2 <= config.max_model_len <= model.max_positions:
@@ -335,7 +383,7 @@ def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _valid_vocab(config: WorkerConfig, model: ModelConfig) -> int:
+def _valid_vocab(config: WorkerConfig, model: "ModelConfig | TransformersModelConfig") -> int:
     """Return the number of ids that the tokenizer knows: the embedding may be padded beyond them."""
     path = config.model_path / "tokenizer.json"
     if not path.exists():

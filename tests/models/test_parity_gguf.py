@@ -56,7 +56,7 @@ def test_logits_agree(tmp_path: Path, name: str) -> None:
     ours = Decoder(described, ops, placement, ShardSpec(), 256)
     load_weights(open_checkpoint(tmp_path, path), ours.targets(), ours.is_ignored, lambda done, total: None)
     ours.finish_loading()
-    caches = allocate(spec_of(described, ShardSpec(), 4, torch.float32, placement.device, head_major=False), 40)
+    caches = allocate(spec_of(described.cached, ShardSpec(), 4, torch.float32, placement.device, head_major=False), 40)
     ids = torch.randint(97, (60,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():
         expected = theirs(torch.tensor([ids])).logits[0]

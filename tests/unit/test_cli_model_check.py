@@ -1,5 +1,6 @@
 """serve refuses a folder that cannot run before it starts anything, and says every reason at once."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,19 @@ def test_a_whole_folder_passes_and_dummy_weights_need_no_file(demo_model: Path, 
     require_servable(model_of(tmp_path), "dummy")
     with pytest.raises(ConfigurationError, match="holds neither"):
         require_servable(model_of(tmp_path), "auto")
+
+
+def test_what_is_not_described_is_left_to_transformers(demo_model: Path, tmp_path: Path) -> None:
+    """Nothing is loaded here that would know whether it can, but what config.json shows already is refused."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((demo_model / name).read_bytes())
+    values = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    require_servable(model_of(tmp_path), "dummy")
+    assert examine(model_of(tmp_path)).foreign == "Olmo2ForCausalLM"
+    with pytest.raises(ConfigurationError, match=r"Olmo2ForCausalLM.*--model-impl octavo.*LlamaForCausalLM"):
+        require_servable(model_of(tmp_path), "dummy", "octavo")
+    (tmp_path / "config.json").write_text(json.dumps(values | {"auto_map": {}}))
+    with pytest.raises(ConfigurationError, match=r"Olmo2ForCausalLM brings code of its own \(auto_map\)"):
+        require_servable(model_of(tmp_path), "dummy")
+    assert examine(model_of(demo_model), "transformers").foreign == "LlamaForCausalLM"

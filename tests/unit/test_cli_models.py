@@ -194,15 +194,28 @@ def test_inspect_tells_which_parsers_apply(
 
 def test_inspect_says_why_a_model_would_not_run(demo_model: Path, tmp_path: Path) -> None:
     """Everything that is wrong at once, not the first of it."""
-    config = json.loads((demo_model / "config.json").read_text()) | {"architectures": ["MambaForCausalLM"]}
+    config = json.loads((demo_model / "config.json").read_text()) | {
+        "architectures": ["MambaForCausalLM"],
+        "auto_map": {},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     code, text = run("inspect", str(tmp_path))
     assert code == 1
     problems = [line for line in text.splitlines() if line.startswith("would not run: ")]
     assert len(problems) == 3
-    assert "MambaForCausalLM' is not supported; supported are LlamaForCausalLM" in problems[0]
+    assert "MambaForCausalLM brings code of its own (auto_map)" in problems[0]
     assert "holds neither model.safetensors" in problems[1]
     assert "tokenizer.json" in problems[2]
+
+
+def test_inspect_says_where_transformers_would_be_tried(demo_model: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(demo_model / name)
+    (tmp_path / "config.json").write_text('{"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}')
+    code, text = run("inspect", str(tmp_path))
+    assert code == 0
+    assert row_of(text, "architecture") == "Olmo2ForCausalLM"
+    assert text.splitlines()[-1].startswith("transformers would be tried: Olmo2ForCausalLM is not described here")
 
 
 def test_list_shows_what_was_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

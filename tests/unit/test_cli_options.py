@@ -92,6 +92,7 @@ def test_every_flag_of_the_worker_reaches_it(configure: Run) -> None:
         "--backend": "reference",
         "--dtype": "bfloat16",
         "--quantization": "fp8",
+        "--model-impl": "transformers",
         "--load-format": "dummy",
         "--max-model-len": "100",
         "--max-num-seqs": "3",

@@ -34,7 +34,7 @@ def config(**settings: Any) -> WorkerConfig:
 def test_the_bytes_of_a_block() -> None:
     assert SPEC.block_bytes == 2 * 32 * 8 * 16 * 128 * 2
     assert replace(SPEC, dtype=torch.float8_e4m3fn).block_bytes == SPEC.block_bytes // 2
-    of_a_rank = kv_cache.spec_of(parse_model_config(TINY_LLAMA), ShardSpec(0, 2), 4, torch.float32, CPU, False)
+    of_a_rank = kv_cache.spec_of(parse_model_config(TINY_LLAMA).cached, ShardSpec(0, 2), 4, torch.float32, CPU, False)
     assert (of_a_rank.num_kv_heads, of_a_rank.block_bytes) == (1, 2 * 2 * 1 * 4 * 8 * 4)
 
 

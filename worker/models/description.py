@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from octavo.kernels.activations import Activation
+from octavo.worker.models.cached import CachedHeads
 from octavo.worker.models.rope_config import RopeConfig
 
 
@@ -149,3 +150,8 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Layers of the decoder."""
         return len(self.layers)
+
+    @property
+    def cached(self) -> CachedHeads:
+        """What a KV cache holds of a token."""
+        return CachedHeads(self.num_layers, self.num_kv_heads, self.head_size)

@@ -5,6 +5,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from octavo.worker.models.cached import CachedHeads
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -65,3 +67,12 @@ class Model(Protocol):
             [S, vocab_size] in the model's dtype.
         """
         ...
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model whose weights are there."""
+
+    model: Model
+    cached: CachedHeads
+    num_bytes: int  # of the weights
