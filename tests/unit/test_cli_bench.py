@@ -17,6 +17,7 @@ import torch
 import typer.main
 
 from octavo.cli.bench_engine import FLAGS
+from octavo.cli.bench_models import CONFIGS
 from octavo.cli.main import build
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +117,7 @@ def test_latency() -> None:
         (("tiny", "--workload", "gutenberg"), "workload 'gutenberg' is unknown; there are sharegpt_like, prefill"),
         (
             ("no-such-model",),
-            "nor 'demo', nor a shape for benchmarks (llama-3.1-8b, llama-2-7b, qwen3-0.6b, qwen3-30b-a3b, tiny)",
+            f"nor 'demo', nor a shape for benchmarks ({', '.join(CONFIGS)})",
         ),
         (("tiny", "--peers", "absent.jsonl"), "absent.jsonl cannot be read"),
         (("tiny", "--batch", "0"), "'--batch'"),
