@@ -6,6 +6,7 @@ without gaps or overlaps, each as long as its shape says.
 
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def checkpoint_files(folder: Path) -> tuple[dict[Path, frozenset[str] | None], l
     for file, names in by_file.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise WeightsError(f"{index_path} names {file!r}: expected the name of a .safetensors file in the folder")
-        if not (folder / file).exists():
+        if not os.path.isfile(folder / file):  # says no, where Path raises, if the name is too long
             raise WeightsError(f"{index_path} names {file}, which is not in {folder}")
         files[folder / file] = frozenset(names)
     return files, sorted(path.name for path in folder.glob("*.safetensors") if path not in files)
@@ -104,6 +105,8 @@ def read_file_header(path: Path, expected: frozenset[str] | None = None) -> Safe
     Raises:
         WeightsError: the file is damaged, or holds other tensors than expected; the message names it.
     """
+    if path.exists() and not path.is_file():
+        raise WeightsError(f"{path} is no regular file")
     try:
         with path.open("rb") as file:
             num_bytes = file.seek(0, 2)

@@ -90,6 +90,15 @@ def test_quantised_experts_are_plain_ones_of_their_numbers(tmp_path: Path, name:
     assert torch.allclose(logits(tmp_path / "stored", backend="cpu"), expected, atol=1e-3, rtol=1e-3)
 
 
+def test_an_order_of_the_inputs_that_is_not_told_is_missed(tmp_path: Path) -> None:
+    config, draw = CHECKPOINTS["gptq desc_act"]
+    stored, _ = quantized_model(WIDE_LLAMA, draw)
+    without = {name: tensor for name, tensor in stored.items() if not name.endswith(".g_idx")}
+    write_model(tmp_path, WIDE_LLAMA | {"quantization_config": config}, without)
+    with pytest.raises(WeightsError, match=r"lacks \d+ tensors that the model needs: .*\.g_idx"):
+        logits(tmp_path)
+
+
 def test_half_precision_rounds_each_number_once(tmp_path: Path) -> None:
     stored, plain = quantized_model(WIDE_LLAMA, quantized.gptq())
     write_model(tmp_path / "stored", WIDE_LLAMA | {"quantization_config": GPTQ}, stored)

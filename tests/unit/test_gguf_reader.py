@@ -138,6 +138,13 @@ def test_every_tensor_is_accounted_for(tmp_path: Path, change: object, message: 
         read(tmp_path, path, TINY)
 
 
+def test_heads_that_do_not_share_the_rows_are_named(tmp_path: Path) -> None:
+    metadata = {"attention.head_count": 7340036, "attention.head_count_kv": 2}
+    path = write_gguf(tmp_path / "m.gguf", TINY, random_tensors(TINY), metadata=metadata)
+    with pytest.raises(GgufError, match=r"m\.gguf: tensor .* has 64 rows, expected a multiple of 14680072: pairs in"):
+        open_checkpoint(tmp_path, path)
+
+
 def test_the_config_is_the_models(tmp_path: Path) -> None:
     file = read_header(write_gguf(tmp_path / "m.gguf", TINY, random_tensors(TINY), Kind.Q8_0))
     values = model_config_values(file)

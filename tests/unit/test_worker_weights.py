@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -206,6 +207,22 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write_model(tmp_path, num_shards=3)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(WeightsError, match=r"index\.json names model-00002-of-00003\.safetensors, which is not in"):
+        read(tmp_path)
+
+
+def test_a_shard_whose_name_no_file_can_have_is_named(tmp_path: Path) -> None:
+    write_model(tmp_path, num_shards=2)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "x" * 300 + ".safetensors"}}))
+    with pytest.raises(WeightsError, match=r"index\.json names x+\.safetensors, which is not in"):
+        read(tmp_path)
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"model\.safetensors is no regular file"):
         read(tmp_path)
 
 

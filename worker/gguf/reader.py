@@ -72,12 +72,18 @@ class GgufCheckpoint:
             if is_ignored(tensor.name):
                 continue
             require_readable(file.path, tensor)
+            num_heads = rotated_heads(architecture, tensor.name, *heads)
+            if num_heads is not None and tensor.shape[0] % (2 * num_heads):
+                raise GgufError(
+                    f"{file.path}: tensor {tensor.name} has {tensor.shape[0]} rows, expected a multiple of {2 * num_heads}: "
+                    f"pairs in {num_heads} heads"
+                )
             self.tensors.append(
                 GgufTensor(
                     self,
                     tensor,
                     checkpoint_name(architecture, tensor.name) or tensor.name,
-                    rotated_heads(architecture, tensor.name, *heads),
+                    num_heads,
                     has_unit_offset(architecture, tensor.name),
                 )
             )

@@ -32,6 +32,7 @@ from octavo.worker.models.rope_config import check_rope
 from octavo.worker.quantization.methods import config_beside, method_of
 
 MAX_CONFIG_BYTES = 2**20
+MIN_POSITIONS = 2
 
 _FAMILIES: dict[str, Callable[[str, Fields], ModelConfig]] = {
     **llama.ARCHITECTURES,
@@ -75,6 +76,8 @@ def read_config_values(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         size = path.stat().st_size
+        if not path.is_file():
+            raise ModelConfigError(f"{path} is no regular file")
         if size > MAX_CONFIG_BYTES:
             raise ModelConfigError(f"{path} has {size} bytes, limit {MAX_CONFIG_BYTES}")
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -102,6 +105,10 @@ def parse_model_config(values: dict[str, Any]) -> ModelConfig:
         )
     method_of(values.get("quantization_config"))
     config = _FAMILIES[architecture](architecture, Fields(values))
+    if config.max_positions < MIN_POSITIONS:
+        raise ModelConfigError(
+            f"{config.max_positions} positions: expected at least {MIN_POSITIONS}, a prompt and an answer"
+        )
     for rope in config.ropes:
         check_rope(rope, config.head_size)
     return config

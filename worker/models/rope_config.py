@@ -135,7 +135,10 @@ def check_rope(rope: RopeConfig, head_size: int) -> None:
 
 
 def _kind(given: Fields) -> str:
-    kind = given.raw("rope_type") or given.raw("type") or "default"
+    kind = given.raw("rope_type") if given.has("rope_type") else given.raw("type")
+    if kind is None and given.has("factor"):
+        raise ModelConfigError(f"rope type is missing beside factor = {given.raw('factor')!r}")
+    kind = "default" if kind is None else kind
     if isinstance(kind, str):
         kind = _OLDER_NAMES.get(kind, kind)
     if kind not in SUPPORTED_ROPE_TYPES:

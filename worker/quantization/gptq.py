@@ -80,7 +80,8 @@ class _GPTQProjection:
             (groups, self._outputs.read),
         )
         self._g_idx = None
-        if self._raw.has("g_idx", default=True):
+        # Where inputs have an order of their own it must be told: without it every number would belong to a wrong group.
+        if self._raw.has("g_idx", default=True) or (scheme.desc_act and num_groups > 1):
             self._g_idx = self._raw.add("g_idx", torch.int32, (inputs,))
             # Valid from the start: random weights leave integers of one dimension as they are.
             self._g_idx.copy_(_some_groups(inputs, self._group_size, scheme.desc_act))

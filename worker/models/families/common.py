@@ -78,7 +78,7 @@ def read_activation(fields: Fields, name: str, default: str) -> Activation:
 def read_dtype(fields: Fields) -> str:
     """Read the dtype of the checkpoint."""
     dtype = fields.raw("dtype") if fields.raw("dtype") is not None else fields.raw("torch_dtype")
-    dtype = dtype or "float32"
+    dtype = "float32" if dtype is None else dtype
     if dtype not in ("float32", "float16", "bfloat16"):
         raise ModelConfigError(f"dtype = {dtype!r} is not supported; supported are float32, float16, bfloat16")
     return str(dtype)
