@@ -39,7 +39,7 @@ work = Path(sys.argv[1])
 project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
 needs = project["dependencies"] + project["optional-dependencies"]["otel"]
 name = lambda line: re.match(r"[\w.-]+", line)[0].lower().replace("_", "-")
-worker_only = {"torch", "triton", "transformers", "accelerate", "gguf"}
+worker_only = {"torch", "triton", "transformers", "accelerate", "gguf", "llvmlite"}
 (work / "frontend.in").write_text("\n".join(line for line in needs if name(line) not in worker_only) + "\n")
 (work / "worker-gpu.in").write_text("\n".join([*needs, "torch==2.11.0"]) + "\n")  # what the GPU path is measured with
 (work / "worker-cpu.in").write_text("\n".join([*needs, "sympy", "networkx"]) + "\n")  # torch's own needs

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-WORKER_ONLY = {"torch", "triton", "transformers", "accelerate", "gguf"}
+WORKER_ONLY = {"torch", "triton", "transformers", "accelerate", "gguf", "llvmlite"}
 LEFT_OUT = {
     "frontend": WORKER_ONLY,
     "worker-cpu": {"torch", "triton"},  # torch comes from constraints/cpu.txt; the CPU backend has no Triton

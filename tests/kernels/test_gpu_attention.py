@@ -149,7 +149,7 @@ def test_window_and_soft_cap_of_the_reference(implementation: object, window: in
     arguments = [x.cpu() if isinstance(x, Tensor) else x for x in step.arguments()]
     options = {"window": window, "softcap": softcap, "num_decodes": 4}
     out = implementation(*arguments, **options)  # type: ignore[operator]
-    torch.testing.assert_close(out.double(), step.formula(window, softcap), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.double(), step.formula(window, softcap), rtol=1e-5, atol=3e-5)
 
 
 @pytest.mark.parametrize("implementation", [reference.paged_attention, cpu_attention.paged_attention])
