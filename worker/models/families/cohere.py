@@ -8,7 +8,7 @@ from octavo.worker.models.families.common import (
     ROTARY_TABLES,
     SLIDING,
     read_activation,
-    read_dtype,
+    read_common,
     read_heads,
     read_layer_types,
     read_num_layers,
@@ -34,17 +34,11 @@ def _cohere(architecture: str, fields: Fields) -> ModelConfig:
         _windowed(fields, mlp, num_layers) if architecture == "Cohere2ForCausalLM" else (LayerConfig(mlp),) * num_layers
     )
     return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=fields.count("hidden_size"),
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_size=heads.head_size,
+        **read_common(architecture, fields, heads),
         max_positions=rope.longest(fields.count("max_position_embeddings")),
         norm=NormConfig("layer", fields.number("layer_norm_eps", 1e-5, above=0.0), has_bias=False),
         layers=layers,
         tied_embeddings=fields.flag("tie_word_embeddings", True),
-        dtype=read_dtype(fields),
         ropes=(rope,),
         rotates_neighbours=True,
         residual="parallel",
@@ -53,7 +47,6 @@ def _cohere(architecture: str, fields: Fields) -> ModelConfig:
         logit_scale=fields.number("logit_scale", 0.0625, above=0.0),
         names=TensorNames(mlp_norm=""),
         ignored=ROTARY_TABLES,
-        quantization=fields.raw("quantization_config"),
     )
 
 

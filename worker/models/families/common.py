@@ -1,6 +1,6 @@
 """What several families read alike from config.json."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from octavo.kernels.activations import Activation
 from octavo.worker.errors import ModelConfigError
@@ -32,6 +32,43 @@ class Heads(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_size: int
+
+
+class Common(TypedDict):
+    """What all families say alike of a ModelConfig."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    quantization: dict[str, Any] | None
+
+
+def read_common(architecture: str, fields: Fields, heads: Heads, *, hidden: str = "hidden_size") -> Common:
+    """Read what all families say alike.
+
+    Args:
+        architecture: its name.
+        fields: of config.json.
+        heads: that were read.
+        hidden: what config.json calls the hidden size.
+
+    Raises:
+        ModelConfigError: a value is missing, malformed or unsupported.
+    """
+    return Common(
+        architecture=architecture,
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=fields.count(hidden),
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_size=heads.head_size,
+        dtype=read_dtype(fields),
+        quantization=fields.raw("quantization_config"),
+    )
 
 
 def read_heads(fields: Fields, default_size: int | None = None, *, rotates: bool = True) -> Heads:

@@ -10,7 +10,7 @@ from octavo.worker.models.families.common import (
     equal_heads,
     layer_norm,
     read_activation,
-    read_dtype,
+    read_common,
     read_num_layers,
 )
 from octavo.worker.models.fields import Fields
@@ -43,17 +43,11 @@ def _falcon(architecture: str, fields: Fields) -> ModelConfig:
         has_bias=has_bias,
     )
     return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=hidden_size,
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_size=heads.head_size,
+        **read_common(architecture, fields, heads),
         max_positions=rope.longest(fields.count("max_position_embeddings")),
         norm=layer_norm(fields, "layer_norm_epsilon"),
         layers=(LayerConfig(mlp),) * read_num_layers(fields),
         tied_embeddings=fields.flag("tie_word_embeddings", True),
-        dtype=read_dtype(fields),
         ropes=(rope,),
         residual="parallel" if is_parallel else "pre",
         qkv_bias=has_bias,
@@ -61,7 +55,6 @@ def _falcon(architecture: str, fields: Fields) -> ModelConfig:
         qkv_by_group=True,
         names=_names(fields, is_parallel),
         ignored=ROTARY_TABLES,
-        quantization=fields.raw("quantization_config"),
     )
 
 

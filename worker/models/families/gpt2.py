@@ -10,13 +10,13 @@ from octavo.worker.models.families.common import (
     equal_heads,
     layer_norm,
     read_activation,
-    read_dtype,
+    read_common,
     read_num_layers,
     refuse_true,
 )
 from octavo.worker.models.fields import Fields
 
-_NAMES = TensorNames(
+NAMES = TensorNames(
     embedding="transformer.wte",
     positions="transformer.wpe",
     layer="transformer.h.{}",
@@ -29,7 +29,7 @@ _NAMES = TensorNames(
     down="mlp.c_proj",
     optional_prefix="transformer.",
 )
-_MASKS = (".attn.bias", ".attn.masked_bias")
+MASKS = (".attn.bias", ".attn.masked_bias")
 """Which tokens a token sees, as old checkpoints carry it."""
 
 
@@ -46,26 +46,19 @@ def _gpt2(architecture: str, fields: Fields) -> ModelConfig:
         has_bias=True,
     )
     return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=hidden_size,
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_size=heads.head_size,
+        **read_common(architecture, fields, heads, hidden="n_embd"),
         max_positions=num_positions,
         norm=layer_norm(fields, "layer_norm_epsilon"),
         layers=(LayerConfig(mlp, rope=None),) * read_num_layers(fields, "n_layer"),
         tied_embeddings=fields.flag("tie_word_embeddings", True),
-        dtype=read_dtype(fields),
         positions=LearnedPositions(num_positions),
         qkv_bias=True,
         output_bias=True,
         qkv_by_group=big_code,
         attention_scale=None if fields.flag("scale_attn_weights", True) else 1.0,
         transposed=not big_code,
-        names=_NAMES,
-        ignored=_MASKS,
-        quantization=fields.raw("quantization_config"),
+        names=NAMES,
+        ignored=MASKS,
     )
 
 

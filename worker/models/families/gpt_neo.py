@@ -1,24 +1,18 @@
 """GPT-Neo: GPT-2 with plain matrices, queries that are not scaled, and a window in every second layer."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from octavo.worker.models.description import LayerConfig, LearnedPositions, MlpConfig, ModelConfig, TensorNames
-from octavo.worker.models.families.common import equal_heads, layer_norm, read_activation, read_dtype, read_num_layers
+from octavo.worker.models.description import LayerConfig, LearnedPositions, MlpConfig, ModelConfig
+from octavo.worker.models.families.common import equal_heads, layer_norm, read_activation, read_common, read_num_layers
+from octavo.worker.models.families.gpt2 import NAMES
 from octavo.worker.models.fields import Fields
 
 _KINDS = ("global", "local")
-_NAMES = TensorNames(
-    embedding="transformer.wte",
-    positions="transformer.wpe",
-    layer="transformer.h.{}",
-    final_norm="transformer.ln_f",
-    input_norm="ln_1",
-    mlp_norm="ln_2",
+_NAMES = replace(
+    NAMES,
     qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
     output="attn.attention.out_proj",
-    up=("mlp.c_fc",),
-    down="mlp.c_proj",
-    optional_prefix="transformer.",
 )
 _MASKS = (".attn.attention.bias", ".attn.attention.masked_bias")
 """Which tokens a token sees, as old checkpoints carry it."""
@@ -35,25 +29,18 @@ def _gpt_neo(architecture: str, fields: Fields) -> ModelConfig:
     )
     window = fields.count("window_size", 256)
     return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=hidden_size,
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_size=heads.head_size,
+        **read_common(architecture, fields, heads),
         max_positions=num_positions,
         norm=layer_norm(fields, "layer_norm_epsilon"),
         layers=tuple(
             LayerConfig(mlp, window=window if kind == "local" else 0, rope=None) for kind in _layer_kinds(fields)
         ),
         tied_embeddings=fields.flag("tie_word_embeddings", True),
-        dtype=read_dtype(fields),
         positions=LearnedPositions(num_positions),
         output_bias=True,
         attention_scale=1.0,
         names=_NAMES,
         ignored=_MASKS,
-        quantization=fields.raw("quantization_config"),
     )
 
 

@@ -8,7 +8,7 @@ from octavo.worker.models.families.common import (
     equal_heads,
     layer_norm,
     read_activation,
-    read_dtype,
+    read_common,
     read_num_layers,
 )
 from octavo.worker.models.fields import Fields
@@ -45,17 +45,11 @@ def _gpt_neox(architecture: str, fields: Fields) -> ModelConfig:
     )
     has_bias = fields.flag("attention_bias", True)
     return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=fields.count("hidden_size"),
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_size=heads.head_size,
+        **read_common(architecture, fields, heads),
         max_positions=rope.longest(fields.count("max_position_embeddings")),
         norm=layer_norm(fields, "layer_norm_eps"),
         layers=(LayerConfig(mlp),) * read_num_layers(fields),
         tied_embeddings=fields.flag("tie_word_embeddings", False),
-        dtype=read_dtype(fields),
         ropes=(rope,),
         residual="parallel" if fields.flag("use_parallel_residual", True) else "pre",
         qkv_bias=has_bias,
@@ -63,7 +57,6 @@ def _gpt_neox(architecture: str, fields: Fields) -> ModelConfig:
         qkv_by_group=True,
         names=_NAMES,
         ignored=(*ROTARY_TABLES, *_MASKS),
-        quantization=fields.raw("quantization_config"),
     )
 
 

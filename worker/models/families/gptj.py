@@ -2,27 +2,24 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from octavo.worker.errors import ModelConfigError
-from octavo.worker.models.description import LayerConfig, MlpConfig, ModelConfig, TensorNames
-from octavo.worker.models.families.common import equal_heads, layer_norm, read_activation, read_dtype, read_num_layers
+from octavo.worker.models.description import LayerConfig, MlpConfig, ModelConfig
+from octavo.worker.models.families.common import equal_heads, layer_norm, read_activation, read_common, read_num_layers
+from octavo.worker.models.families.gpt2 import MASKS, NAMES
 from octavo.worker.models.fields import Fields
 from octavo.worker.models.rope_config import RopeConfig
 
-_NAMES = TensorNames(
-    embedding="transformer.wte",
-    layer="transformer.h.{}",
-    final_norm="transformer.ln_f",
-    input_norm="ln_1",
+_NAMES = replace(
+    NAMES,
+    positions="",
     mlp_norm="",
     qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
     output="attn.out_proj",
     up=("mlp.fc_in",),
     down="mlp.fc_out",
-    optional_prefix="transformer.",
 )
-_MASKS = (".attn.bias", ".attn.masked_bias")
-"""Which tokens a token sees, as old checkpoints carry it."""
 
 
 def _gptj(architecture: str, fields: Fields) -> ModelConfig:
@@ -41,24 +38,17 @@ def _gptj(architecture: str, fields: Fields) -> ModelConfig:
         has_bias=True,
     )
     return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=hidden_size,
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_size=heads.head_size,
+        **read_common(architecture, fields, heads, hidden="n_embd"),
         max_positions=fields.count("n_positions", 2048),
         norm=layer_norm(fields, "layer_norm_epsilon"),
         layers=(LayerConfig(mlp),) * read_num_layers(fields, "n_layer"),
         tied_embeddings=False,
-        dtype=read_dtype(fields),
         ropes=(RopeConfig(10000.0, rotated_share=share),),
         rotates_neighbours=True,
         residual="parallel",
         head_bias=True,
         names=_NAMES,
-        ignored=_MASKS,
-        quantization=fields.raw("quantization_config"),
+        ignored=MASKS,
     )
 
 

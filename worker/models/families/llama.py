@@ -9,7 +9,7 @@ from octavo.worker.models.families.common import (
     ROTARY_TABLES,
     Heads,
     read_activation,
-    read_dtype,
+    read_common,
     read_heads,
     read_num_layers,
     refuse_true,
@@ -66,20 +66,13 @@ def llama_like(
         if rotates_whole and rope.rotated_share != 1.0:
             raise fields.refusal("partial_rotary_factor", rope.rotated_share, f"not supported for {architecture}")
     return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=fields.count("hidden_size"),
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_size=heads.head_size,
+        **read_common(architecture, fields, heads),
         max_positions=max_positions,
         norm=NormConfig("rms", fields.number("rms_norm_eps", 1e-6, above=0.0)),
         layers=layers,
         tied_embeddings=fields.flag("tie_word_embeddings", False),
-        dtype=read_dtype(fields),
         ropes=ropes,
         ignored=ROTARY_TABLES,
-        quantization=fields.raw("quantization_config"),
     )
 
 

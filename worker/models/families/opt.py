@@ -12,7 +12,7 @@ from octavo.worker.models.description import (
     NormConfig,
     TensorNames,
 )
-from octavo.worker.models.families.common import equal_heads, read_activation, read_dtype, read_num_layers
+from octavo.worker.models.families.common import equal_heads, read_activation, read_common, read_num_layers
 from octavo.worker.models.fields import Fields
 
 _OFFSET = 2
@@ -44,24 +44,17 @@ def _opt(architecture: str, fields: Fields) -> ModelConfig:
         has_bias=has_bias,
     )
     return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=hidden_size,
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_size=heads.head_size,
+        **read_common(architecture, fields, heads),
         max_positions=num_positions,
         norm=NormConfig("layer", 1e-5),
         layers=(LayerConfig(mlp, rope=None),) * read_num_layers(fields),
         tied_embeddings=fields.flag("tie_word_embeddings", True),
-        dtype=read_dtype(fields),
         positions=LearnedPositions(num_positions + _OFFSET, _OFFSET),
         residual="pre" if fields.flag("do_layer_norm_before", True) else "post",
         qkv_bias=has_bias,
         output_bias=has_bias,
         embedding_size=embedding_size,
         names=_names(fields, has_projections=embedding_size != hidden_size),
-        quantization=fields.raw("quantization_config"),
     )
 
 

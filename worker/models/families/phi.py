@@ -8,7 +8,7 @@ from octavo.worker.models.families.common import (
     ROTARY_TABLES,
     layer_norm,
     read_activation,
-    read_dtype,
+    read_common,
     read_heads,
     read_num_layers,
     refuse_true,
@@ -35,17 +35,11 @@ def _phi(architecture: str, fields: Fields) -> ModelConfig:
         has_bias=True,
     )
     return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=fields.count("hidden_size"),
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_size=heads.head_size,
+        **read_common(architecture, fields, heads),
         max_positions=rope.longest(fields.count("max_position_embeddings")),
         norm=layer_norm(fields, "layer_norm_eps"),
         layers=(LayerConfig(mlp),) * read_num_layers(fields),
         tied_embeddings=False,
-        dtype=read_dtype(fields),
         ropes=(rope,),
         residual="parallel",
         qkv_bias=True,
@@ -53,7 +47,6 @@ def _phi(architecture: str, fields: Fields) -> ModelConfig:
         head_bias=True,
         names=_NAMES,
         ignored=ROTARY_TABLES,
-        quantization=fields.raw("quantization_config"),
     )
 
 

@@ -7,7 +7,7 @@ from octavo.worker.models.families.common import (
     ROTARY_TABLES,
     layer_norm,
     read_activation,
-    read_dtype,
+    read_common,
     read_heads,
     read_num_layers,
     refuse_true,
@@ -25,23 +25,16 @@ def _stablelm(architecture: str, fields: Fields) -> ModelConfig:
     is_parallel = fields.flag("use_parallel_residual", False)
     mlp = MlpConfig(fields.count("intermediate_size"), read_activation(fields, "hidden_act", "silu"))
     return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=fields.count("hidden_size"),
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_size=heads.head_size,
+        **read_common(architecture, fields, heads),
         max_positions=rope.longest(fields.count("max_position_embeddings")),
         norm=layer_norm(fields, "layer_norm_eps"),
         layers=(LayerConfig(mlp),) * read_num_layers(fields),
         tied_embeddings=fields.flag("tie_word_embeddings", False),
-        dtype=read_dtype(fields),
         ropes=(rope,),
         residual="parallel" if is_parallel else "pre",
         qkv_bias=fields.flag("use_qkv_bias", False),
         names=TensorNames(mlp_norm="") if is_parallel else TensorNames(),
         ignored=ROTARY_TABLES,
-        quantization=fields.raw("quantization_config"),
     )
 
 

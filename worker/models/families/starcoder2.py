@@ -7,7 +7,7 @@ from octavo.worker.models.families.common import (
     ROTARY_TABLES,
     layer_norm,
     read_activation,
-    read_dtype,
+    read_common,
     read_heads,
     read_num_layers,
     read_window,
@@ -27,23 +27,16 @@ def _starcoder2(architecture: str, fields: Fields) -> ModelConfig:
         has_bias=has_bias,
     )
     return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=fields.count("hidden_size"),
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_size=heads.head_size,
+        **read_common(architecture, fields, heads),
         max_positions=rope.longest(fields.count("max_position_embeddings")),
         norm=layer_norm(fields, "norm_epsilon"),
         layers=(LayerConfig(mlp, window=read_window(fields, None)),) * read_num_layers(fields),
         tied_embeddings=fields.flag("tie_word_embeddings", True),
-        dtype=read_dtype(fields),
         ropes=(rope,),
         qkv_bias=has_bias,
         output_bias=has_bias,
         names=TensorNames(up=("mlp.c_fc",), down="mlp.c_proj"),
         ignored=ROTARY_TABLES,
-        quantization=fields.raw("quantization_config"),
     )
 
 
