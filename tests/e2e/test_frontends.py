@@ -8,8 +8,8 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import grpc
@@ -37,11 +37,11 @@ class Pair(Service):
     http_port = 0
 
     def connect(self, stack: contextlib.ExitStack, each: int) -> Channels:
-        """Open channels until each frontend has so many; return them by the frontend's process id."""
+        """Open channels until each frontend has so many; return so many by the frontend's process id, not those beyond."""
         channels: Channels = {pid: [] for pid in self.wait_for_frontends(2)}
         for _ in range(MAX_CHANNELS):
             if min(map(len, channels.values())) >= each:
-                return channels
+                return {pid: of[:each] for pid, of in channels.items()}
             before = self._connections(channels)
             channel = stack.enter_context(
                 grpc.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
@@ -113,14 +113,20 @@ def read(
 
 
 def begin(pool: ThreadPoolExecutor, channels: list[grpc.Channel], num_tokens: int = LONG) -> list[Future[Answer]]:
-    """Begin a stream on each channel; return once all have tokens."""
-    begun: list[Future[None]] = [Future() for _ in channels]
-    answers = [
-        pool.submit(read, channel, number, partial(begun[number].set_result, None), num_tokens)
-        for number, channel in enumerate(channels)
-    ]
-    for one in begun:
-        one.result(60)
+    """Begin a stream on each channel; return once all have tokens, or raise what ended one before it had any."""
+    begun = [Event() for _ in channels]
+
+    def run(number: int) -> Answer:
+        try:
+            return read(channels[number], number, begun[number].set, num_tokens)
+        finally:
+            begun[number].set()
+
+    answers = [pool.submit(run, number) for number in range(len(channels))]
+    for event, answer in zip(begun, answers, strict=True):
+        assert event.wait(60)
+        if answer.done():
+            answer.result()
     return answers
 
 
