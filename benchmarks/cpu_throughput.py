@@ -32,14 +32,12 @@ import numpy as np
 from benchmarks._record import record
 from octavo.cli.bench_client import EngineClient, Run
 from octavo.cli.bench_engine import Engine, EngineSettings, running_engine
+from octavo.cli.bench_models import CONFIGS
 from octavo.cli.bench_workloads import Request, Workload
 from octavo.worker import config as _config  # noqa: F401 - the package says how long threads spin, before torch is there
 
 VOCABULARY = 32_000
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
+CONFIG: dict[str, Any] = CONFIGS["tiny"] | {
     "hidden_size": 768,
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
@@ -48,12 +46,6 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 2048,
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
     "torch_dtype": "float32",
 }
 VARIANTS: dict[str, dict[str, object]] = {

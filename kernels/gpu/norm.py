@@ -1,11 +1,27 @@
 """Normalisation with the residual's addition, one pass over the data."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.gpu.launch import overlaps, wait_for_inputs
+
+
+@triton.jit
+def _summed(
+    x, residual, total, line, place, inside, x_stride, residual_stride, hidden_size, HAS_RESIDUAL: tl.constexpr
+):
+    """Return a line of x, to which the residual is added and stored as the total, in fp32."""
+    value = tl.load(x + line * x_stride + place, inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + line * residual_stride + place, inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + line * hidden_size + place, rounded, inside)
+        value = rounded.to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -30,12 +46,7 @@ def _rms_norm_kernel(
     inside = place < hidden_size
     wait_for_inputs(OVERLAP)
     scale = tl.load(weight + place, inside, other=0.0).to(tl.float32)
-    value = tl.load(x + line * x_stride + place, inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        value += tl.load(residual + line * residual_stride + place, inside, other=0.0).to(tl.float32)
-        rounded = value.to(total.dtype.element_ty)
-        tl.store(total + line * hidden_size + place, rounded, inside)
-        value = rounded.to(tl.float32)
+    value = _summed(x, residual, total, line, place, inside, x_stride, residual_stride, hidden_size, HAS_RESIDUAL)
     mean = tl.sum(value * value, axis=0) / hidden_size
     normed = value * tl.rsqrt(mean + eps)
     if UNIT_OFFSET:
@@ -59,33 +70,7 @@ def rms_norm(
     are rounded to that dtype, the rest is fp32. Returns ``(out, total)``, both [T, H]; total is x where no residual
     came in. The reference is ``octavo.kernels.reference.rms_norm``.
     """
-    hidden_size = x.shape[-1]
-    lines = _as_lines(x)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = x if residual is None else torch.empty_like(out)
-    if lines.shape[0] == 0:
-        return out, total
-    added = lines if residual is None else _as_lines(residual)
-    block = triton.next_power_of_2(hidden_size)
-    overlap = overlaps(x)
-    _rms_norm_kernel[(lines.shape[0],)](
-        lines,
-        weight,
-        added,
-        out,
-        total,
-        lines.stride(0),
-        added.stride(0),
-        hidden_size,
-        eps,
-        UNIT_OFFSET=unit_offset,
-        HAS_RESIDUAL=residual is not None,
-        BLOCK=block,
-        OVERLAP=overlap,
-        num_warps=min(16, max(1, block // 512)),
-        launch_pdl=overlap,
-    )
-    return out, total
+    return _launch(_rms_norm_kernel, x, (weight,), eps, residual, UNIT_OFFSET=unit_offset)
 
 
 @triton.jit
@@ -109,12 +94,7 @@ def _layer_norm_kernel(
     place = tl.arange(0, BLOCK)
     inside = place < hidden_size
     wait_for_inputs(OVERLAP)
-    value = tl.load(x + line * x_stride + place, inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        value += tl.load(residual + line * residual_stride + place, inside, other=0.0).to(tl.float32)
-        rounded = value.to(total.dtype.element_ty)
-        tl.store(total + line * hidden_size + place, rounded, inside)
-        value = rounded.to(tl.float32)
+    value = _summed(x, residual, total, line, place, inside, x_stride, residual_stride, hidden_size, HAS_RESIDUAL)
     centred = tl.where(inside, value - tl.sum(value, axis=0) / hidden_size, 0.0)
     variance = tl.sum(centred * centred, axis=0) / hidden_size
     scale = tl.load(weight + place, inside, other=0.0).to(tl.float32)
@@ -134,6 +114,13 @@ def layer_norm(
     Shapes, strides and what is returned as of ``rms_norm``; rounded once. The reference is
     ``octavo.kernels.reference.layer_norm``.
     """
+    return _launch(_layer_norm_kernel, x, (weight, bias), eps, residual)
+
+
+def _launch(
+    kernel: Any, x: Tensor, weights: tuple[Tensor, ...], eps: float, residual: Tensor | None, **constants: bool
+) -> tuple[Tensor, Tensor]:
+    """Run a kernel of norms over the lines of x; return the normalised ones and the sums."""
     hidden_size = x.shape[-1]
     lines = _as_lines(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -143,10 +130,9 @@ def layer_norm(
     added = lines if residual is None else _as_lines(residual)
     block = triton.next_power_of_2(hidden_size)
     overlap = overlaps(x)
-    _layer_norm_kernel[(lines.shape[0],)](
+    kernel[(lines.shape[0],)](
         lines,
-        weight,
-        bias,
+        *weights,
         added,
         out,
         total,
@@ -154,6 +140,7 @@ def layer_norm(
         added.stride(0),
         hidden_size,
         eps,
+        **constants,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         OVERLAP=overlap,

@@ -190,7 +190,10 @@ async def test_more_connections_than_files_at_both_doors(
                     crowd.setblocking(False)
                     crowd.connect_ex(("127.0.0.1", http_port if number % 2 else free_port))
                 assert await asyncio.to_thread(http_status, http_port) == 200
-                assert psutil.Process(running.pid).num_fds() < 256 - 4, "the rest has files left"
+                # Those that are one too many are taken before they are sent away.
+                async with asyncio.timeout(WAIT_S):
+                    while psutil.Process(running.pid).num_fds() >= 256 - 16:  # noqa: ASYNC110 (it is another process)
+                        await asyncio.sleep(0)
             assert await asyncio.to_thread(http_status, http_port) == 200
         async with connected(free_port) as channel:
             await until_serving(channel)

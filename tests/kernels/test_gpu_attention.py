@@ -149,7 +149,9 @@ def test_window_and_soft_cap_of_the_reference(implementation: object, window: in
     arguments = [x.cpu() if isinstance(x, Tensor) else x for x in step.arguments()]
     options = {"window": window, "softcap": softcap, "num_decodes": 4}
     out = implementation(*arguments, **options)  # type: ignore[operator]
-    torch.testing.assert_close(out.double(), step.formula(window, softcap), rtol=1e-5, atol=3e-5)
+    # Products added up in another order than the reference's are some 1e-5 off where one score outweighs all others.
+    bound = 1e-5 if implementation is reference.paged_attention else 2e-5
+    torch.testing.assert_close(out.double(), step.formula(window, softcap), rtol=1e-5, atol=bound)
 
 
 @pytest.mark.parametrize("implementation", [reference.paged_attention, cpu_attention.paged_attention])

@@ -36,6 +36,8 @@ class Decoder:
         names = config.names
         size = config.embedding_size or config.hidden_size
         self._embedding = placement.empty(config.vocab_size, size)
+        # Rounded as transformers does.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=placement.dtype).item()
         self._project_in = _projection(placement, names.project_in, size, config.hidden_size)
         self._project_out = _projection(placement, names.project_out, config.hidden_size, size)
         self._positions = placement.empty(config.positions.num_lines, config.hidden_size) if config.positions else None
@@ -97,7 +99,7 @@ class Decoder:
         """Compute the batch's tokens and store their keys and values; return what logits are made of."""
         x = torch.nn.functional.embedding(batch.input_ids, self._embedding)
         if self.config.embedding_scale != 1.0:
-            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()  # rounded as transformers does
+            x = x * self._embedding_scale
         if self._project_in is not None:
             x = self._project_in(self._ops, x)
         if self.config.positions is not None and self._positions is not None:

@@ -35,19 +35,13 @@ class Linear:
         self._weights: list[Prepared] = []  # prepared; several where they could not be joined
         self.bias = bias
         self._added = bias if adds_bias else None
-        self.targets = dict(self._stored.targets) | self._bias_targets(shape)
-
-    def _bias_targets(self, shape: LinearShape) -> dict[str, Target]:
-        targets: dict[str, Target] = {}
-        start = 0
-        for projection in shape.projections if self.bias is not None else ():
-            assert self.bias is not None  # noqa: S101 - for the type checker
-            view = self.bias[start : start + projection.num_taken]
-            targets[f"{projection.prefix}.bias"] = Target(
-                view, (projection.features,), (projection.part,), projection.order
-            )
-            start += projection.num_taken
-        return targets
+        self.targets = dict(self._stored.targets)
+        if bias is not None:
+            views = bias.split([projection.num_taken for projection in shape.projections])
+            for projection, view in zip(shape.projections, views, strict=True):
+                self.targets[f"{projection.prefix}.bias"] = Target(
+                    view, (projection.features,), (projection.part,), projection.order
+                )
 
     def finish_loading(self, ops: Ops) -> None:
         """Bring the weight into the backend's form; targets are invalid from here on."""
