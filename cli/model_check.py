@@ -8,9 +8,10 @@ from octavo.cli.model_store import Model
 from octavo.frontend.model import ModelFiles, load_model_files
 from octavo.frontend.tokenizer import ModelFilesError
 from octavo.worker.errors import ModelConfigError
-from octavo.worker.models.config import architecture_of, parse_model_config, read_config_values
+from octavo.worker.models.config import CONFIG_NAME, architecture_of, naming, parse_model_config, read_config_values
 from octavo.worker.models.description import ModelConfig
 from octavo.worker.models.implementation import choose_implementation
+from octavo.worker.quantization.methods import method_of
 
 
 @dataclass
@@ -36,7 +37,8 @@ def examine(model: Model, model_impl: str = "auto") -> Examined:
     try:
         values = read_config_values(folder)
         if choose_implementation(values, model_impl) == "octavo":
-            found.config = parse_model_config(values)
+            with naming(model.gguf or folder / CONFIG_NAME):
+                found.config = parse_model_config(values)
         elif model.gguf is not None:
             raise ModelConfigError(f"{architecture_of(values)} is not described here: its GGUF file cannot be read")
         else:  # whether transformers can, it alone knows, and it is not loaded here
@@ -55,16 +57,24 @@ def examine(model: Model, model_impl: str = "auto") -> Examined:
     return found
 
 
-def require_servable(model: Model, load_format: str, model_impl: str = "auto") -> None:
+def require_servable(
+    model: Model,
+    load_format: str,
+    model_impl: str = "auto",
+    quantization: str | None = None,
+    max_model_len: int | None = None,
+) -> None:
     """Check a model before any process starts.
 
     Args:
         model: to be served.
         load_format: value of --load-format; with `dummy` weights are not needed.
         model_impl: value of --model-impl.
+        quantization: value of --quantization.
+        max_model_len: value of --max-model-len.
 
     Raises:
-        ConfigurationError: it would not run; the message says why.
+        ConfigurationError: it would not run, or not so; the message says why.
     """
     there, with_weights = "safetensors" if model.gguf is None else "gguf", load_format != "dummy"
     if load_format not in ("auto", "dummy", there):
@@ -74,3 +84,16 @@ def require_servable(model: Model, load_format: str, model_impl: str = "auto") -
     if any(part is None for part in needed):
         problems = [problem for problem in found.problems if with_weights or problem != found.problem_of_weights]
         raise ConfigurationError(f"{model.source} cannot be served: {'; '.join(problems)}")
+    if found.config is not None:
+        _check_flags(found.config, quantization, max_model_len)
+
+
+def _check_flags(config: ModelConfig, quantization: str | None, max_model_len: int | None) -> None:
+    try:
+        method_of(config.quantization, quantization)
+    except ModelConfigError as error:
+        raise ConfigurationError(str(error)) from error
+    if max_model_len is not None and not 2 <= max_model_len <= config.max_positions:
+        raise ConfigurationError(
+            f"--max-model-len {max_model_len}: expected 2 to {config.max_positions}, the model's positions"
+        )

@@ -21,7 +21,7 @@ class MemoryNeed:
     Attributes:
         device: cpu or cuda.
         dtype: of weights and KV cache there, unless another is chosen.
-        weight_bytes: as the weights are read; where quantised ones become floats on the CPU, they take more.
+        weight_bytes: of the weights once they are loaded, also of those that become floats there.
         kv_cache_bytes_per_token: of keys and values.
         kv_cache_bytes: of one request of `max_model_len` tokens.
         reserved_bytes: beside them.
@@ -72,12 +72,12 @@ def find_needs(model: Model, config: ModelConfig, max_model_len: int) -> Needs:
         MemoryNeed(
             device=device,
             dtype=dtype,
-            weight_bytes=sizes[dtype],
+            weight_bytes=sizes[device],
             kv_cache_bytes_per_token=numbers * ITEM_BYTES[dtype],
             kv_cache_bytes=numbers * ITEM_BYTES[dtype] * max_model_len,
             reserved_bytes=reserved,
         )
         for device, dtype, reserved in (("cpu", "float32", 0), ("cuda", config.dtype, RESERVED_ON_CUDA))
-        if dtype in sizes
+        if device in sizes
     )
     return Needs(answer["num_parameters"], memory, answer["problem"])

@@ -14,6 +14,7 @@ from octavo.cli.model_needs import MemoryNeed, Needs
 from octavo.cli.model_store import Model
 from octavo.frontend.model import ModelFiles
 from octavo.worker.models.description import ModelConfig
+from octavo.worker.quantization.methods import method_in_words
 
 _CACHE_DTYPES = (("float32", 4), ("16 bits", 2), ("fp8", 1))
 
@@ -27,7 +28,7 @@ def print_report(model: Model, found: Examined, needs: Needs | None) -> None:
     else:
         table.add_row("architecture", architecture_of(model.folder))
     if found.weights is not None:
-        _describe_files(table, found.weights)
+        _describe_files(table, found.weights, None if needs is None else needs.num_parameters)
     for need in needs.memory if needs is not None else ():
         _describe_need(table, need)
     if found.text is not None:
@@ -105,6 +106,8 @@ def _describe(table: Table, config: ModelConfig) -> None:
     )
     table.add_row("context", f"{config.max_positions} tokens (rotary embedding: {_rotary(config)})")
     table.add_row("vocabulary", f"{config.vocab_size}, {'tied' if config.tied_embeddings else 'untied'} embeddings")
+    if config.quantization is not None:
+        table.add_row("quantisation", method_in_words(config.quantization))
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_size
     table.add_row("KV cache", ", ".join(f"{per_token * size} bytes a token in {name}" for name, size in _CACHE_DTYPES))
 
@@ -122,10 +125,10 @@ def _rotary(config: ModelConfig) -> str:
     return ", ".join(dict.fromkeys(rope.kind for rope in config.ropes)) or "none"
 
 
-def _describe_files(table: Table, files: list[CheckpointFile]) -> None:
-    parameters = sum(file.num_parameters for file in files)
+def _describe_files(table: Table, files: list[CheckpointFile], num_parameters: int | None) -> None:
     dtypes = sorted(set[str]().union(*(file.dtypes for file in files)))
-    table.add_row("parameters", f"{parameters:,} as {', '.join(dtypes)} in {sum(f.num_tensors for f in files)} tensors")
+    count = "unknown" if num_parameters is None else f"{num_parameters:,}"
+    table.add_row("parameters", f"{count} as {', '.join(dtypes)} in {sum(f.num_tensors for f in files)} tensors")
     for file in files:
         table.add_row("file", f"{file.path.name}, {megabytes(file.num_bytes)}, {file.num_tensors} tensors")
 

@@ -70,7 +70,9 @@ def _local(path: Path) -> Model:
     if gguf is not None:
         return Model(_gguf_folder(gguf, path), (path.name,), path, gguf)
     if not is_complete(path):
-        raise ConfigurationError(f"{path} is no model folder: it has no config.json, nor one GGUF file")
+        raise ConfigurationError(
+            f"{path} is no model folder: it has neither config.json nor exactly one GGUF file{_inner_folder(path)}"
+        )
     return Model(path, (path.name,), path)
 
 
@@ -195,3 +197,9 @@ def _fetch_from_hub(name: str, folder: Path) -> None:
     if not (partial / "config.json").is_file():
         raise CommandError(f"{name} has no config.json: it is no model of transformers")
     partial.rename(folder)
+
+
+def _inner_folder(path: Path) -> str:
+    """Name the one folder within that has a config.json: tools that quantise write such."""
+    inner = [entry.name for entry in path.iterdir() if (entry / "config.json").is_file()] if path.is_dir() else []
+    return f"; the folder {inner[0]!r} within has" if len(inner) == 1 else ""

@@ -97,7 +97,7 @@ def serve(
     found = resolve(model)
     ports = _Ports(host, grpc_port, http_port, num_frontends)
     grpc_port, http_port = ports.grpc_port, ports.http_port
-    require_servable(found, load_format, model_impl)
+    require_servable(found, load_format, model_impl, quantization, max_model_len)
     access = _access(
         (api_key, api_key_file, admin_api_key), (ssl_certfile, ssl_keyfile, ssl_ca_certs), _reachable(host), grpc_port
     )

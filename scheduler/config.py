@@ -146,7 +146,8 @@ def resolve_limits(config: SchedulerConfig, facts: WorkerFacts) -> Limits:
     if max_model_len is not None and max_model_len > num_pool_tokens:
         raise ConfigConflict(
             f"max_model_len {max_model_len} needs {-(-max_model_len // facts.block_size)} blocks of "
-            f"{facts.block_size} tokens, the pool has {facts.num_blocks - 1}: it holds {num_pool_tokens} tokens"
+            f"{facts.block_size} tokens, the pool has {facts.num_blocks - 1}: it holds {num_pool_tokens} tokens; "
+            "lower --max-model-len or raise --kv-cache-memory-bytes"
         )
     if min(facts.max_model_len, num_pool_tokens) < 2:
         raise ConfigConflict(f"the pool holds {num_pool_tokens} tokens: too few for a prompt and an answer")

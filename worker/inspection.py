@@ -14,9 +14,10 @@ from octavo.kernels.ops import get_ops
 from octavo.worker.errors import StartError
 from octavo.worker.models.config import load_model_config
 from octavo.worker.models.decoder import Decoder
-from octavo.worker.models.sizes import num_parameters
+from octavo.worker.models.sizes import num_parameters, weight_bytes
 from octavo.worker.models.targets import Placement, ShardSpec
 from octavo.worker.quantization.config import read_quantization
+from octavo.worker.tied_head import with_own_head
 from octavo.worker.weights import match, open_checkpoint
 
 
@@ -28,23 +29,29 @@ def inspect(folder: Path, gguf: Path | None) -> dict[str, object]:
         gguf: the file that the weights are in, if it is such a file.
 
     Returns:
-        `num_parameters`; `weight_bytes` by dtype of the model; and `problem`, None if a worker would read the files.
+        `num_parameters`; `weight_bytes` by device, as they are held there by default; and `problem`, None if a worker
+        would read the files.
     """
     found: dict[str, object] = {"num_parameters": None, "weight_bytes": {}, "problem": None}
     try:
         config = load_model_config(folder)
         found["num_parameters"] = num_parameters(config)
         checkpoint = open_checkpoint(folder, gguf)
+        config = with_own_head(config, checkpoint)
         tensors = {config.names.full(tensor.name): tensor for tensor in checkpoint.tensors}
         quantization = read_quantization(config.quantization, tensors=tensors)
-        sizes: dict[str, int] = {}
-        for dtype in dict.fromkeys(("float32", config.dtype)):
-            placement = Placement(getattr(torch, dtype), torch.device("meta"))
-            model = Decoder(config, get_ops("reference"), placement, ShardSpec(), 1, quantization)
-            targets = model.targets()
-            sizes[dtype] = sum(target.view.nbytes for target in targets.values())
-        found["weight_bytes"] = sizes
-        match(checkpoint, targets, lambda name: model.is_ignored(name) or quantization.is_ignored(name), model.name_of)
+        found["weight_bytes"] = {
+            device: weight_bytes(config, getattr(torch, dtype), ShardSpec(), backend, tensors)
+            for device, dtype, backend in (("cpu", "float32", "cpu"), ("cuda", config.dtype, "triton"))
+        }
+        placement = Placement(getattr(torch, config.dtype), torch.device("meta"))
+        model = Decoder(config, get_ops("reference"), placement, ShardSpec(), 1, quantization)
+        match(
+            checkpoint,
+            model.targets(),
+            lambda name: model.is_ignored(name) or quantization.is_ignored(name),
+            model.name_of,
+        )
     except StartError as error:
         found["problem"] = str(error)
     return found

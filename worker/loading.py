@@ -19,7 +19,7 @@ from octavo.worker.interface import Runner
 from octavo.worker.memory import in_words
 from octavo.worker.metrics import Held, Sizes
 from octavo.worker.mirror import RowLimits
-from octavo.worker.models.config import parse_model_config, read_config_values
+from octavo.worker.models.config import CONFIG_NAME, naming, parse_model_config, read_config_values
 from octavo.worker.models.decoder import Decoder
 from octavo.worker.models.description import ModelConfig
 from octavo.worker.models.implementation import IMPLEMENTATIONS, choose_implementation
@@ -27,9 +27,10 @@ from octavo.worker.models.interface import LoadedModel, Model
 from octavo.worker.models.sizes import weight_bytes
 from octavo.worker.models.targets import Placement, ShardSpec
 from octavo.worker.quantization.config import read_quantization
-from octavo.worker.quantization.methods import method_of
+from octavo.worker.quantization.methods import method_in_words, method_of
 from octavo.worker.rehearsal import meanwhile, sampling_rehearsed
 from octavo.worker.runner import EagerRunner
+from octavo.worker.tied_head import with_own_head
 from octavo.worker.warmup import warm_up
 from octavo.worker.weights import fill_dummy, load_weights, open_checkpoint
 
@@ -86,6 +87,15 @@ class _Choices:
             loaded.cached, self.shard, self.config.block_size, self.cache_dtype, device, head_major=head_major
         )
 
+    def quantization_in_words(self) -> str:
+        """Return how the weights are quantised, in the checkpoint or on load."""
+        stored = self.model.quantization if isinstance(self.model, ModelConfig) else None
+        return (
+            f"{self.config.quantization} on load"
+            if stored is None and self.config.quantization
+            else method_in_words(stored)
+        )
+
     def limits(self, num_blocks: int) -> RowLimits:
         """Return what rows can hold with so many blocks."""
         return RowLimits(
@@ -136,10 +146,12 @@ def load(config: WorkerConfig, between_tensors: Callable[[], None]) -> LoadedWor
             _capture(runner, device)
     facts = _facts(chosen, num_blocks)
     logger.info(
-        "ready in %.1f s (%.1f s after the weights): %s, %d blocks of %d tokens (%s), %s on %s, backend %s, %d threads",
+        "ready in %.1f s (%.1f s after the weights): %s, quantisation %s, %d blocks of %d tokens (%s), %s on %s, backend %s, "
+        "%d threads",
         time.monotonic() - started,
         time.monotonic() - loaded,
         chosen.model.architecture,
+        chosen.quantization_in_words(),
         num_blocks,
         facts.block_size,
         in_words(num_blocks * cache.block_bytes),
@@ -188,7 +200,8 @@ def _read_model(config: WorkerConfig) -> "tuple[ModelConfig | TransformersModelC
     """Return what config.json says of the model, and what of the config holds for it."""
     values = read_config_values(config.model_path)
     if choose_implementation(values, config.model_impl) == "octavo":
-        return parse_model_config(values), config
+        with naming(config.gguf or config.model_path / CONFIG_NAME):
+            return parse_model_config(values), config
     from octavo.worker.models.transformers_model import read_transformers_config  # takes seconds
 
     model = read_transformers_config(values)
@@ -220,8 +233,9 @@ def _load_model(chosen: _Choices, ops: Ops, between_tensors: Callable[[], None])
         name_of = chosen.model.names.full
         checkpoint = None if config.load_format == "dummy" else open_checkpoint(config.model_path, config.gguf)
         tensors = None if checkpoint is None else {name_of(tensor.name): tensor for tensor in checkpoint.tensors}
+        described = chosen.model if checkpoint is None else with_own_head(chosen.model, checkpoint)
         quantization = read_quantization(chosen.model.quantization, config.quantization, tensors)
-        model = Decoder(chosen.model, ops, placement, chosen.shard, chosen.max_model_len, quantization)
+        model = Decoder(described, ops, placement, chosen.shard, chosen.max_model_len, quantization)
         num_bytes = sum(target.view.nbytes for target in model.targets().values())
         if checkpoint is None:
             fill_dummy(model.targets(), config.seed, progress)
@@ -353,7 +367,7 @@ def _check_memory(chosen: _Choices) -> None:
     """Refuse weights that cannot fit before any of them is allocated."""
     config, device = chosen.config, chosen.placement.device
     if isinstance(chosen.model, ModelConfig):
-        needed = weight_bytes(chosen.model, chosen.placement.dtype, chosen.shard)
+        needed = weight_bytes(chosen.model, chosen.placement.dtype, chosen.shard, chosen.backend)
         tables = max(1, len(chosen.model.ropes))  # of the rotary embeddings
         needed += tables * chosen.max_model_len * chosen.model.head_size * torch.float32.itemsize
     else:

@@ -36,6 +36,14 @@ def test_a_whole_folder_passes_and_dummy_weights_need_no_file(demo_model: Path, 
         require_servable(model_of(tmp_path), "auto")
 
 
+def test_flags_that_contradict_the_config(demo_model: Path) -> None:
+    require_servable(model_of(demo_model), "auto", quantization="int8", max_model_len=8192)
+    with pytest.raises(ConfigurationError, match="--quantization awq: the model folder says nothing of it"):
+        require_servable(model_of(demo_model), "auto", quantization="awq")
+    with pytest.raises(ConfigurationError, match="--max-model-len 8193: expected 2 to 8192, the model's positions"):
+        require_servable(model_of(demo_model), "auto", max_model_len=8193)
+
+
 def test_what_is_not_described_is_left_to_transformers(demo_model: Path, tmp_path: Path) -> None:
     """Nothing is loaded here that would know whether it can, but what config.json shows already is refused."""
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -212,7 +212,11 @@ def test_what_is_no_model_is_refused(store: Path, name: str, tmp_path: Path, mon
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"is no model folder: it has no config\.json"):
+    with pytest.raises(ConfigurationError, match=r"is no model folder: it has neither config\.json nor .* file$"):
+        resolve(str(tmp_path))
+    (tmp_path / "w4g64").mkdir()
+    (tmp_path / "w4g64" / "config.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"GGUF file; the folder 'w4g64' within has$"):
         resolve(str(tmp_path))
 
 

@@ -70,7 +70,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ChildSpec]:
     monkeypatch.setattr(serve, "resolve", lambda name: Model(tmp_path, ("a", "b"), tmp_path))
     monkeypatch.setattr(serve, "check_port", lambda host, port: None)
     monkeypatch.setattr(serve, "_access", lambda keys, tls, host, port: Access("here:1"))
-    monkeypatch.setattr(serve, "require_servable", lambda model, load_format, model_impl: None)
+    monkeypatch.setattr(serve, "require_servable", lambda *_: None)
     monkeypatch.setattr(keys, "check_curve", lambda address, folder: None)
     return children
 

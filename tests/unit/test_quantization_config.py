@@ -310,7 +310,25 @@ def test_sizes_of_a_quantised_model() -> None:
     assert num_parameters(stored) == num_parameters(plain)
     dtype = torch.float16
     # Four bits a number, scales of 16 bits, zero points of 4 and the group of each input; all else as it was.
-    assert 0.4 < weight_bytes(stored, dtype, ShardSpec()) / weight_bytes(plain, dtype, ShardSpec()) < 0.6
+    sizes = {backend: weight_bytes(stored, dtype, ShardSpec(), backend) for backend in ("triton", "cpu", "reference")}
+    whole = weight_bytes(plain, dtype, ShardSpec(), "cpu")
+    assert 0.4 < sizes["triton"] / whole < 0.6
+    # What a backend has no products with becomes plain numbers.
+    assert sizes == {"triton": sizes["triton"], "cpu": sizes["triton"], "reference": whole}
+    assert weight_bytes(stored, torch.float32, ShardSpec(), "triton") == 2 * whole
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, "none"),
+        (GPTQ | {"group_size": -1, "desc_act": True}, "gptq, 4 bits, one group, desc_act"),
+        ({"w_bit": 4, "q_group_size": 128, "zero_point": True}, "awq, 4 bits, groups of 128"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "compressed-tensors, int-quantized"),
+    ],
+)
+def test_methods_in_words(config: dict[str, Any] | None, words: str) -> None:
+    assert methods.method_in_words(config) == words
 
 
 def test_every_method_is_read() -> None:

@@ -228,7 +228,8 @@ def test_frontends_are_told_whether_the_policy_takes_priorities(monkeypatch: pyt
         ({"max_model_len": 513}, "max_model_len 513 exceeds the worker's 512"),
         (
             {"max_model_len": 161},
-            "max_model_len 161 needs 11 blocks of 16 tokens, the pool has 10: it holds 160 tokens",
+            "max_model_len 161 needs 11 blocks of 16 tokens, the pool has 10: it holds 160 tokens; "
+            "lower --max-model-len or raise --kv-cache-memory-bytes",
         ),
         ({"max_num_seqs": 17}, "max_num_seqs 17 exceeds the worker's 16"),
         ({"max_num_batched_tokens": 257}, "max_num_batched_tokens 257 exceeds the worker's 256"),

@@ -136,6 +136,19 @@ def test_rope(given: dict[str, Any], expected: RopeConfig) -> None:
     assert parse_model_config(llama(**given)).ropes == (expected,)
 
 
+@pytest.mark.parametrize("written", [{}, {"rope_type": "default", "rope_theta": 10000.0}, None])
+def test_a_scaling_that_was_added_by_hand_counts(written: dict[str, Any] | None) -> None:
+    given = {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": written}
+    assert parse_model_config(llama(**given)).ropes[0].factor == 4.0
+    assert parse_model_config(llama(rope_scaling={}, rope_parameters=given["rope_scaling"])).ropes[0].factor == 4.0
+
+
+def test_errors_name_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(llama(hidden_act="gelu_10")))
+    with pytest.raises(ModelConfigError, match=rf"^{tmp_path}/config.json: hidden_act = 'gelu_10'"):
+        load_model_config(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("rope", "expected"),
     [

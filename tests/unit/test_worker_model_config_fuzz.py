@@ -116,7 +116,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 def test_a_changed_config_is_described_or_refused(values: dict[str, Any]) -> None:
     try:
         config = parse_model_config(values)
-        weight_bytes(config, torch.float32, ShardSpec())
+        weight_bytes(config, torch.float32, ShardSpec(), "cpu")
     except ModelConfigError:
         return
     for rope in config.ropes:

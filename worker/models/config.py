@@ -1,7 +1,8 @@
 """config.json of a model folder, checked, as the description that the decoder is built from."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from octavo.worker.models.fields import Fields
 from octavo.worker.models.rope_config import check_rope
 from octavo.worker.quantization.methods import config_beside, method_of
 
+CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 2**20
 MIN_POSITIONS = 2
 
@@ -58,13 +60,28 @@ SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 """Names in config.json's `architectures` that the decoder is described for."""
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Say in errors about values of a config which file they come from.
+
+    Raises:
+        ModelConfigError: what was raised within, with the file's name.
+    """
+    try:
+        yield
+    except ModelConfigError as error:
+        raise ModelConfigError(f"{path}: {error}") from error
+
+
 def load_model_config(folder: Path) -> ModelConfig:
     """Read and check `folder`/config.json.
 
     Raises:
         ModelConfigError: it is missing or malformed, or names something unsupported; the message says what is supported.
     """
-    return parse_model_config(read_config_values(folder))
+    values = read_config_values(folder)
+    with naming(folder / CONFIG_NAME):
+        return parse_model_config(values)
 
 
 def read_config_values(folder: Path) -> dict[str, Any]:
@@ -73,7 +90,7 @@ def read_config_values(folder: Path) -> dict[str, Any]:
     Raises:
         ModelConfigError: it, or the file beside it, is missing or malformed.
     """
-    path = folder / "config.json"
+    path = folder / CONFIG_NAME
     try:
         size = path.stat().st_size
         if not path.is_file():

@@ -92,9 +92,15 @@ def parse_rope(fields: Fields, given: Fields, theta: float = 10000.0, *, older_t
 
 
 def given_rope(fields: Fields) -> Fields:
-    """Return what config.json says of its one rotary embedding: rope_parameters over the older rope_scaling."""
-    older, newer = fields.part("rope_scaling"), fields.part("rope_parameters")
-    return newer or older or Fields({})
+    """Return what config.json says of its one rotary embedding: the older rope_scaling over rope_parameters.
+
+    So it is in transformers 5, whose own files have rope_parameters alone: where both stand, somebody added the former by
+    hand. An empty object says nothing.
+    """
+    for name in ("rope_scaling", "rope_parameters"):
+        if fields.raw(name) != {} and (given := fields.part(name)) is not None:
+            return given
+    return Fields({})
 
 
 def check_rope(rope: RopeConfig, head_size: int) -> None:

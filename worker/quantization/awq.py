@@ -4,11 +4,13 @@ Source: Lin et al. 2023, arXiv 2306.00978.
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.weights import Weight, pack_codes
+from octavo.kernels.kept import Form
+from octavo.kernels.weights import GroupedWeight, Weight, pack_codes
 from octavo.worker.models.targets import Placement
 from octavo.worker.quantization.groups import grouped_weight
 from octavo.worker.quantization.scheme import LinearShape, Projection
@@ -45,6 +47,8 @@ class AWQScheme:
     layout: str
     group_size: int | None
     tensors: Tensors | None = field(default=None, compare=False, repr=False)
+
+    form: ClassVar[Form] = GroupedWeight
 
     def make(self, placement: Placement, shape: LinearShape) -> StoredProjections:
         """Allocate what the tensors of a layer are read into.

@@ -1,11 +1,13 @@
 """Formats of compressed-tensors: packed integers, plain integers, and 8-bit floating point (see `fp8`)."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.weights import Weight, pack_codes
+from octavo.kernels.kept import Form
+from octavo.kernels.weights import GroupedWeight, Weight, pack_codes
 from octavo.worker.models.targets import Placement
 from octavo.worker.quantization.groups import grouped_weight, order_of
 from octavo.worker.quantization.scheme import LinearShape, Projection
@@ -51,6 +53,8 @@ class IntegerScheme:
     ordered: bool = False
     input_tensors: tuple[str, ...] = ()
     tensors: Tensors | None = field(default=None, compare=False, repr=False)
+
+    form: ClassVar[Form] = GroupedWeight
 
     def make(self, placement: Placement, shape: LinearShape) -> StoredProjections:
         """Allocate what the tensors of a layer are read into.

@@ -4,10 +4,12 @@ Source: Micikevicius et al. 2022, arXiv 2209.05433.
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from octavo.kernels.kept import Form
 from octavo.kernels.weights import Activations, Float8Weight, Weight
 from octavo.worker.models.targets import Placement
 from octavo.worker.quantization.scheme import LinearShape, Projection
@@ -42,6 +44,8 @@ class Float8Scheme:
     activations: Activations
     scale_name: str = "weight_scale"
     tensors: Tensors | None = field(default=None, compare=False, repr=False)
+
+    form: ClassVar[Form] = Float8Weight
 
     def make(self, placement: Placement, shape: LinearShape) -> StoredProjections:
         """Allocate what the tensors of a layer are read into.

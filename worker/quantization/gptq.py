@@ -4,11 +4,13 @@ Source: Frantar et al. 2022, arXiv 2210.17323; the layout is that of AutoGPTQ an
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.weights import Weight, pack_codes
+from octavo.kernels.kept import Form
+from octavo.kernels.weights import GroupedWeight, Weight, pack_codes
 from octavo.worker.errors import ModelConfigError
 from octavo.worker.models.targets import Placement
 from octavo.worker.quantization.groups import grouped_weight, order_of
@@ -43,6 +45,8 @@ class GPTQScheme:
     desc_act: bool
     zero_offset: int
     tensors: Tensors | None = field(default=None, compare=False, repr=False)
+
+    form: ClassVar[Form] = GroupedWeight
 
     def make(self, placement: Placement, shape: LinearShape) -> StoredProjections:
         """Allocate what the tensors of a layer are read into.

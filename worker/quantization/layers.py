@@ -4,9 +4,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import ClassVar
 
 from torch import Tensor
 
+from octavo.kernels.kept import Form
 from octavo.kernels.weights import Weight, join
 from octavo.worker.models.targets import Placement, Target
 from octavo.worker.quantization.plain import PLAIN, PlainLinear
@@ -89,6 +91,8 @@ class OnLoadScheme:
     """Weights that are plain in the checkpoint and quantised when they have been read."""
 
     quantize: Callable[[Tensor], Weight]
+
+    form: ClassVar[Form] = Tensor
 
     def make(self, placement: Placement, shape: LinearShape) -> "_OnLoadLinear":
         """Allocate the plain matrix."""

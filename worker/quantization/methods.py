@@ -49,6 +49,25 @@ def method_of(config: Any, chosen: str | None = None) -> str | None:
     return method
 
 
+def method_in_words(config: Any) -> str:
+    """Say for people how a checkpoint is quantised: gptq, 4 bits, groups of 128, desc_act.
+
+    Raises:
+        ModelConfigError: as of `method_of`.
+    """
+    words = [method_of(config) or "none"]
+    values = config if isinstance(config, dict) else {}
+    for name in ("bits", "w_bit", "wbits"):
+        if isinstance(values.get(name), int):
+            words.append(f"{values[name]} bits")
+    for name in ("group_size", "q_group_size"):
+        if isinstance(size := values.get(name), int):
+            words.append(f"groups of {size}" if size > 0 else "one group")
+    words += [str(values[name]) for name in ("format", "packing_format") if name in values]
+    words += ["desc_act"] if values.get("desc_act") is True else []
+    return ", ".join(words)
+
+
 def _named(config: dict[str, Any]) -> Any:
     """Return the method's name; older files hold none, but keys of their own."""
     method = config.get("quant_method")

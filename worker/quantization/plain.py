@@ -1,7 +1,10 @@
 """Weights that are not quantised: read straight into the fused parameter."""
 
+from typing import ClassVar
+
 from torch import Tensor
 
+from octavo.kernels.kept import Form
 from octavo.kernels.weights import Weight
 from octavo.worker.models.targets import Placement, Target
 from octavo.worker.quantization.scheme import LinearScheme, LinearShape
@@ -39,6 +42,8 @@ class PlainLinear:
 
 class PlainScheme:
     """Of layers that are not quantised."""
+
+    form: ClassVar[Form] = Tensor
 
     def make(self, placement: Placement, shape: LinearShape) -> PlainLinear:
         """Allocate the fused matrix."""

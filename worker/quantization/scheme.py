@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from octavo.kernels.kept import Form
 from octavo.kernels.weights import Weight
 from octavo.worker.models.targets import Placement, Target
 
@@ -59,6 +60,11 @@ class StoredLinear(Protocol):
 
 class LinearScheme(Protocol):
     """A format of linear weights."""
+
+    @property
+    def form(self) -> Form:
+        """The canonical form that its weights are in once they are read."""
+        ...
 
     def make(self, placement: Placement, shape: LinearShape) -> StoredLinear:
         """Allocate what the tensors of a layer are read into.

@@ -4,10 +4,12 @@ Source: Kim et al. 2023, arXiv 2306.07629.
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from octavo.kernels.kept import Form
 from octavo.kernels.weights import SparseRows, TableWeight, Weight, pack_codes
 from octavo.worker.models.targets import Placement
 from octavo.worker.quantization.scheme import LinearShape, Projection
@@ -42,6 +44,8 @@ class SqueezeLLMScheme:
 
     bits: int
     tensors: Tensors | None = field(default=None, compare=False, repr=False)
+
+    form: ClassVar[Form] = TableWeight
 
     def make(self, placement: Placement, shape: LinearShape) -> StoredProjections:
         """Allocate what the tensors of a layer are read into.
