@@ -66,6 +66,7 @@ def _local(path: Path) -> Model:
         if not path.is_file():
             raise ConfigurationError(f"there is no file {path}")
         return Model(_gguf_folder(path, None), (path.stem,), path, path)
+    _require_files(path)
     gguf = gguf_file_of(path)
     if gguf is not None:
         return Model(_gguf_folder(gguf, path), (path.name,), path, gguf)
@@ -74,6 +75,16 @@ def _local(path: Path) -> Model:
             f"{path} is no model folder: it has neither config.json nor exactly one GGUF file{_inner_folder(path)}"
         )
     return Model(path, (path.name,), path)
+
+
+def _require_files(folder: Path) -> None:
+    """Refuse a folder with pipes, sockets or devices in it: who opens one may wait for ever."""
+    try:
+        for entry in folder.iterdir():
+            if entry.exists() and not entry.is_file() and not entry.is_dir():
+                raise ConfigurationError(f"{entry} is no regular file")
+    except OSError as error:
+        raise ConfigurationError(f"{folder} cannot be read: {error}") from error
 
 
 def gguf_file_of(folder: Path) -> Path | None:

