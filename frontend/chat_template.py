@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.frontend.tokenizer import ModelFilesError
+from octavo.wire.model_files import read_model_text
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Entries of tokenizer_config.json that templates may use."""
@@ -135,7 +136,7 @@ def load_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> Cha
 
 def _read_template(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_model_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ModelFilesError(f"cannot read {path}: {error}") from error
 

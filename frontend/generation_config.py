@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.frontend.tokenizer import ModelFilesError
+from octavo.wire.model_files import read_model_text
 
 FILE = "generation_config.json"
 AUTO, NEUTRAL = "auto", "vllm"
@@ -102,7 +103,7 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
     if not required and not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_model_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFilesError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from octavo.frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from octavo.frontend.vocabulary import BytePieces
+from octavo.wire.model_files import read_model_text
 from octavo.wire.vocabulary import read_rules
 
 SHRINK_FACTOR = 4
@@ -141,7 +142,7 @@ class ModelTokenizer:
 
 def _load(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     try:
-        data = path.read_text(encoding="utf-8")
+        data = read_model_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ModelFilesError(f"cannot read {path}: {error}") from error
     try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.wire.model_files import open_model_file, read_model_text
 from octavo.worker.errors import WeightsError
 
 SINGLE_FILE = "model.safetensors"
@@ -77,11 +78,13 @@ def checkpoint_files(folder: Path) -> tuple[dict[Path, frozenset[str] | None], l
     try:
         if index_path.stat().st_size > MAX_INDEX_BYTES:
             raise WeightsError(f"{index_path} has {index_path.stat().st_size} bytes, limit {MAX_INDEX_BYTES}")
-        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(read_model_text(index_path))["weight_map"]
         by_file: dict[Any, set[str]] = {}  # checked below
         for name, file in weight_map.items():
             by_file.setdefault(file, set()).add(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise WeightsError(f"{index_path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{index_path} is no index: {type(error).__name__}: {error}") from error
     if not by_file:
         raise WeightsError(f"{index_path} names no tensor")
@@ -105,10 +108,8 @@ def read_file_header(path: Path, expected: frozenset[str] | None = None) -> Safe
     Raises:
         WeightsError: the file is damaged, or holds other tensors than expected; the message names it.
     """
-    if path.exists() and not path.is_file():
-        raise WeightsError(f"{path} is no regular file")
     try:
-        with path.open("rb") as file:
+        with open_model_file(path) as file:
             num_bytes = file.seek(0, 2)
             file.seek(0)
             tensors = _read_tensors(file.read(_LENGTH.size), num_bytes, file.read)

@@ -1,6 +1,8 @@
 """The model's folder: what is read of it, and how its faults are named."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +102,27 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: bytes) -> No
     (folder / name).write_bytes(content)
     with pytest.raises(ModelFilesError, match=name):
         load_model_files(folder)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+    ],
+)
+def test_what_is_no_regular_file_is_named_and_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
+    path = write_model_folder(tmp_path) / name
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path) if kind == "pipe" else path.mkdir()
+    with pytest.raises(ModelFilesError, match=f"^cannot read {re.escape(str(path))}: it is no regular file$"):
+        load_model_files(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])

@@ -1,5 +1,6 @@
 """Headers of GGUF files: whatever is wrong with one is named with the file, in bounded time and memory."""
 
+import os
 import random
 import struct
 from collections.abc import Callable
@@ -127,6 +128,12 @@ def test_headers_are_bounded(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(GgufError, match=r"absent\.gguf cannot be read: No such file"):
         read_header(tmp_path / "absent.gguf")
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(GgufError, match=r"pipe\.gguf cannot be read: it is no regular file"):
+        read_header(tmp_path / "pipe.gguf")
 
 
 def flip(content: bytearray, draw: random.Random) -> None:

@@ -222,7 +222,10 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(WeightsError, match=r"model\.safetensors is no regular file"):
+    with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read: it is no regular file"):
+        read(tmp_path)
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    with pytest.raises(WeightsError, match=r"index\.json cannot be read: it is no regular file"):
         read(tmp_path)
 
 

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from octavo.wire.model_files import open_model_file
 from octavo.worker.errors import WeightsError
 
 SUFFIX = ".gguf"
@@ -96,7 +97,7 @@ def read_header(path: Path) -> GgufFile:
         GgufError: it cannot be read, is damaged, or is of a kind that is not supported.
     """
     try:
-        with path.open("rb") as file:
+        with open_model_file(path) as file:
             return _Reader(path, file).read()
     except OSError as error:
         raise GgufError(f"{path} cannot be read: {error.strerror}") from error

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.wire.model_files import read_model_text
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -103,7 +105,7 @@ def read_token_bytes(folder: Path) -> list[bytes]:
     """
     path = folder / "tokenizer.json"
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
+        description = json.loads(read_model_text(path))
         tokens, special = _tokens(description)
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise VocabularyError(f"{path.name} cannot be read: {error}") from error
