@@ -36,13 +36,13 @@ def examine(model: Model, model_impl: str = "auto") -> Examined:
     found, folder = Examined(), model.folder
     try:
         values = read_config_values(folder)
-        if choose_implementation(values, model_impl) == "octavo":
-            with naming(model.gguf or folder / CONFIG_NAME):
+        with naming(model.gguf or folder / CONFIG_NAME):
+            if choose_implementation(values, model_impl) == "octavo":
                 found.config = parse_model_config(values)
-        elif model.gguf is not None:
-            raise ModelConfigError(f"{architecture_of(values)} is not described here: its GGUF file cannot be read")
-        else:  # whether transformers can, it alone knows, and it is not loaded here
-            found.foreign = architecture_of(values)
+            elif model.gguf is not None:
+                raise ModelConfigError(f"{architecture_of(values)} is not described here: its GGUF file cannot be read")
+            else:  # whether transformers can, it alone knows, and it is not loaded here
+                found.foreign = architecture_of(values)
     except ModelConfigError as error:
         found.problems.append(str(error))
     try:

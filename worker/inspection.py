@@ -12,11 +12,12 @@ import torch
 
 from octavo.kernels.ops import get_ops
 from octavo.worker.errors import StartError
-from octavo.worker.models.config import load_model_config
+from octavo.worker.models.config import load_model_config, naming
 from octavo.worker.models.decoder import Decoder
 from octavo.worker.models.sizes import num_parameters, weight_bytes
 from octavo.worker.models.targets import Placement, ShardSpec
 from octavo.worker.quantization.config import read_quantization
+from octavo.worker.quantization.methods import file_of
 from octavo.worker.tied_head import with_own_head
 from octavo.worker.weights import match, open_checkpoint
 
@@ -39,7 +40,8 @@ def inspect(folder: Path, gguf: Path | None) -> dict[str, object]:
         checkpoint = open_checkpoint(folder, gguf)
         config = with_own_head(config, checkpoint)
         tensors = {config.names.full(tensor.name): tensor for tensor in checkpoint.tensors}
-        quantization = read_quantization(config.quantization, tensors=tensors)
+        with naming(file_of(folder)):
+            quantization = read_quantization(config.quantization, tensors=tensors)
         found["weight_bytes"] = {
             device: weight_bytes(config, getattr(torch, dtype), ShardSpec(), backend, tensors)
             for device, dtype, backend in (("cpu", "float32", "cpu"), ("cuda", config.dtype, "triton"))

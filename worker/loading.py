@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from octavo.kernels.ops import Ops, get_ops
 from octavo.wire.handshake import WorkerFacts
+from octavo.wire.model_files import read_model_text
 from octavo.worker import backends, kv_cache, memory
 from octavo.worker.config import WorkerConfig
 from octavo.worker.errors import MemoryShortage, StartError
@@ -27,7 +28,7 @@ from octavo.worker.models.interface import LoadedModel, Model
 from octavo.worker.models.sizes import weight_bytes
 from octavo.worker.models.targets import Placement, ShardSpec
 from octavo.worker.quantization.config import read_quantization
-from octavo.worker.quantization.methods import method_in_words, method_of
+from octavo.worker.quantization.methods import file_of, method_in_words, method_of
 from octavo.worker.rehearsal import meanwhile, sampling_rehearsed
 from octavo.worker.runner import EagerRunner
 from octavo.worker.tied_head import with_own_head
@@ -199,12 +200,12 @@ def _choose(config: WorkerConfig) -> _Choices:
 def _read_model(config: WorkerConfig) -> "tuple[ModelConfig | TransformersModelConfig, WorkerConfig]":
     """Return what config.json says of the model, and what of the config holds for it."""
     values = read_config_values(config.model_path)
-    if choose_implementation(values, config.model_impl) == "octavo":
-        with naming(config.gguf or config.model_path / CONFIG_NAME):
+    with naming(config.gguf or config.model_path / CONFIG_NAME):
+        if choose_implementation(values, config.model_impl) == "octavo":
             return parse_model_config(values), config
-    from octavo.worker.models.transformers_model import read_transformers_config  # takes seconds
+        from octavo.worker.models.transformers_model import read_transformers_config  # takes seconds
 
-    model = read_transformers_config(values)
+        model = read_transformers_config(values)
     if config.gguf is not None:
         raise StartError(
             f"{config.gguf}: {model.architecture} is computed by transformers, which is given safetensors alone"
@@ -234,7 +235,8 @@ def _load_model(chosen: _Choices, ops: Ops, between_tensors: Callable[[], None])
         checkpoint = None if config.load_format == "dummy" else open_checkpoint(config.model_path, config.gguf)
         tensors = None if checkpoint is None else {name_of(tensor.name): tensor for tensor in checkpoint.tensors}
         described = chosen.model if checkpoint is None else with_own_head(chosen.model, checkpoint)
-        quantization = read_quantization(chosen.model.quantization, config.quantization, tensors)
+        with naming(file_of(config.model_path)):
+            quantization = read_quantization(chosen.model.quantization, config.quantization, tensors)
         model = Decoder(described, ops, placement, chosen.shard, chosen.max_model_len, quantization)
         num_bytes = sum(target.view.nbytes for target in model.targets().values())
         if checkpoint is None:
@@ -403,7 +405,7 @@ def _valid_vocab(config: WorkerConfig, model: "ModelConfig | TransformersModelCo
     if not path.exists():
         return model.vocab_size
     try:
-        vocabulary: dict[str, int] = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+        vocabulary: dict[str, int] = Tokenizer.from_str(read_model_text(path)).get_vocab(with_added_tokens=True)
     except Exception as error:
         raise StartError(f"{path} cannot be read: {error}") from error
     size = max(vocabulary.values(), default=0) + 1

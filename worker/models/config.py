@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from octavo.wire.model_files import read_model_text
 from octavo.worker.errors import ModelConfigError
 from octavo.worker.models.description import ModelConfig
 from octavo.worker.models.families import (
@@ -93,11 +94,9 @@ def read_config_values(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     try:
         size = path.stat().st_size
-        if not path.is_file():
-            raise ModelConfigError(f"{path} is no regular file")
         if size > MAX_CONFIG_BYTES:
             raise ModelConfigError(f"{path} has {size} bytes, limit {MAX_CONFIG_BYTES}")
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_model_text(path))
     except FileNotFoundError as error:
         raise ModelConfigError(f"{folder} is no model folder: it has no config.json") from error
     except (OSError, ValueError, RecursionError) as error:

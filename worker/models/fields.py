@@ -117,7 +117,7 @@ class Fields:
         value = self._values.get(name)
         value = default if value is None else value
         if value is None:
-            raise ModelConfigError(f"{self._path}{name} is missing from config.json")
+            raise ModelConfigError(f"{self._path}{name} is missing")
         return value
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from octavo.wire.model_files import read_model_text
 from octavo.worker.errors import ModelConfigError
 
 SUPPORTED_METHODS = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "squeezellm")
@@ -80,6 +81,11 @@ def _named(config: dict[str, Any]) -> Any:
     return method
 
 
+def file_of(folder: Path) -> Path:
+    """Return what to name in errors about how a folder's weights are quantised: a file, or the folder where it may be two."""
+    return folder if any((folder / name).exists() for name in SIDE_FILES) else folder / "config.json"
+
+
 def config_beside(folder: Path) -> dict[str, Any] | None:
     """Read what older tools wrote beside config.json, if they did.
 
@@ -91,7 +97,7 @@ def config_beside(folder: Path) -> dict[str, Any] | None:
             size = path.stat().st_size
             if size > MAX_SIDE_FILE_BYTES:
                 raise ModelConfigError(f"{path} has {size} bytes, limit {MAX_SIDE_FILE_BYTES}")
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(read_model_text(path))
         except FileNotFoundError:
             continue
         except (OSError, ValueError, RecursionError) as error:

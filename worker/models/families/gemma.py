@@ -75,7 +75,7 @@ def _gemma3_text_of(architecture: str, fields: Fields) -> ModelConfig:
     """Describe the part of a model of texts and images that reads and writes text."""
     text = fields.part("text_config")
     if text is None:
-        raise ModelConfigError("text_config is missing from config.json")
+        raise ModelConfigError("text_config is missing")
     config = _gemma3(architecture, text)
     names = replace(
         config.names,
