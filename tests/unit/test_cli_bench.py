@@ -143,7 +143,8 @@ def test_a_worker_that_cannot_start_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
     done = octavo("bench", "latency", str(tmp_path), *SMALL)
     assert done.returncode == 2
-    assert "octavo: the worker ended (exit code 2): architecture 'NoSuchModel' is not supported" in done.stderr
+    problem = f"{tmp_path}/config.json: architecture 'NoSuchModel' is not supported"
+    assert f"octavo: the worker ended (exit code 2): {problem}" in done.stderr
     assert done.stderr.count("NoSuchModel") == 1
     assert "Traceback" not in done.stderr
 
