@@ -38,8 +38,8 @@ def inspect(folder: Path, gguf: Path | None) -> dict[str, object]:
         config = load_model_config(folder)
         found["num_parameters"] = num_parameters(config)
         checkpoint = open_checkpoint(folder, gguf)
-        config = with_own_head(config, checkpoint)
         tensors = {config.names.full(tensor.name): tensor for tensor in checkpoint.tensors}
+        config = with_own_head(config, tensors)
         with naming(file_of(folder)):
             quantization = read_quantization(config.quantization, tensors=tensors)
         found["weight_bytes"] = {

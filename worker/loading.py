@@ -234,7 +234,7 @@ def _load_model(chosen: _Choices, ops: Ops, between_tensors: Callable[[], None])
         name_of = chosen.model.names.full
         checkpoint = None if config.load_format == "dummy" else open_checkpoint(config.model_path, config.gguf)
         tensors = None if checkpoint is None else {name_of(tensor.name): tensor for tensor in checkpoint.tensors}
-        described = chosen.model if checkpoint is None else with_own_head(chosen.model, checkpoint)
+        described = with_own_head(chosen.model, tensors or {})
         with naming(file_of(config.model_path)):
             quantization = read_quantization(chosen.model.quantization, config.quantization, tensors)
         model = Decoder(described, ops, placement, chosen.shard, chosen.max_model_len, quantization)

@@ -33,9 +33,12 @@ def weight_bytes(
         ModelConfigError: the model cannot be split so, or its quantisation is not supported.
     """
     quantization = read_quantization(config.quantization, tensors=tensors)
+    stored = _targets(config, dtype, shard, quantization)
+    if config.quantization is None:
+        return sum(target.view.nbytes for target in stored.values())
     plain = _targets(replace(config, quantization=None), dtype, shard, read_quantization(None))
     counted: dict[str, int] = {}
-    for name, target in _targets(config, dtype, shard, quantization).items():
+    for name, target in stored.items():
         prefix = name.rpartition(".")[0]
         weight = f"{prefix}.weight"
         is_stored_plain = name in plain and target.view.dtype == plain[name].view.dtype
